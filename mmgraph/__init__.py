@@ -1,3 +1,52 @@
-"""Custom ops and graph capture for multimodal models in PyTorch."""
+"""Custom ops and graph capture for multimodal models in PyTorch.
+
+Names are imported at first use, so that ``import mmgraph`` loads neither torch nor triton nor touches a device.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from mmgraph.errors import MultimodalError as MultimodalError
+    from mmgraph.hashing import content_hash as content_hash
+    from mmgraph.hashing import pad_value_for_hash as pad_value_for_hash
+    from mmgraph.inputs import FeatureHandle as FeatureHandle
+    from mmgraph.inputs import MultimodalDataItem as MultimodalDataItem
+    from mmgraph.inputs import MultimodalForwardContext as MultimodalForwardContext
+    from mmgraph.inputs import MultimodalInputs as MultimodalInputs
+    from mmgraph.inputs import pad_input_tokens as pad_input_tokens
+    from mmgraph.modality import Modality as Modality
+    from mmgraph.planning import EncodePlan as EncodePlan
+    from mmgraph.planning import ScatterRange as ScatterRange
+    from mmgraph.planning import build_plan as build_plan
+
+_HOMES = {
+    "MultimodalError": "mmgraph.errors",
+    "content_hash": "mmgraph.hashing",
+    "pad_value_for_hash": "mmgraph.hashing",
+    "FeatureHandle": "mmgraph.inputs",
+    "MultimodalDataItem": "mmgraph.inputs",
+    "MultimodalForwardContext": "mmgraph.inputs",
+    "MultimodalInputs": "mmgraph.inputs",
+    "pad_input_tokens": "mmgraph.inputs",
+    "Modality": "mmgraph.modality",
+    "EncodePlan": "mmgraph.planning",
+    "ScatterRange": "mmgraph.planning",
+    "build_plan": "mmgraph.planning",
+}
+
+__all__ = [*sorted(_HOMES), "__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        value = getattr(importlib.import_module(_HOMES[name]), name)
+        globals()[name] = value
+        return value
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

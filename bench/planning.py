@@ -1,0 +1,67 @@
+"""How long does the plan of one forward batch take on the host?
+
+64 requests with 4 images each (256 spans) must plan in at most 150 us; the time must grow with the spans that
+the chunk touches, and not with the prompt or with the other items of a request. Prints JSON; ``--out FILE``
+writes it too.
+"""
+
+import argparse
+import json
+import platform
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+from mmgraph.inputs import MultimodalDataItem, MultimodalForwardContext, MultimodalInputs
+from mmgraph.planning import build_plan
+
+
+def request(images: int, rows: int = 16, gap: int = 4, *, first_hash: int) -> MultimodalInputs:
+    step = rows + gap
+    return MultimodalInputs(
+        [
+            MultimodalDataItem("image", offsets=[(k * step, k * step + rows - 1)], hash=first_hash + k)
+            for k in range(images)
+        ]
+    )
+
+
+def measure(ctx: MultimodalForwardContext, repeats: int = 400) -> dict[str, Any]:
+    total = sum(ctx.extend_seq_lens or ())
+    times = []
+    for _ in range(repeats):
+        begin = time.perf_counter_ns()
+        plan = build_plan(ctx, total)
+        arrays = (plan.dst_start, plan.dst_end, plan.src_start)
+        times.append((time.perf_counter_ns() - begin) / 1e3)
+    assert len(arrays[0]) == len(plan.scatter_ranges)
+    return {"ranges": len(plan.scatter_ranges), "median_us": statistics.median(times), "min_us": min(times)}
+
+
+def batch(requests: int, images: int) -> MultimodalForwardContext:
+    inputs = [request(images, first_hash=r * images) for r in range(requests)]
+    return MultimodalForwardContext(inputs, [0] * requests, [images * 20] * requests)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    results: dict[str, Any] = {
+        "python": platform.python_version(),
+        "machine": platform.processor() or platform.machine(),
+        "64 requests x 4 images": measure(batch(64, 4)),
+        "16 requests x 4 images": measure(batch(16, 4)),
+        "256 requests x 4 images": measure(batch(256, 4), 100),
+    }
+    for images in (16, 10_000):
+        long = MultimodalForwardContext([request(images, first_hash=0)], [40], [80])
+        results[f"a chunk over 4 of {images} images"] = measure(long)
+    print(json.dumps(results, indent=2))
+    if args.out:
+        args.out.write_text(json.dumps(results, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,75 @@
+"""Every error that mmgraph raises on purpose, in one place.
+
+The data model, the plan and the embedder raise subclasses of :class:`MultimodalError`. ``mmgraph.ops`` and
+``mmgraph.capture`` own their errors; this module hands those out too, imported at first use, so that importing
+the data model stays cheap.
+"""
+
+import importlib
+from typing import Any
+
+
+class MultimodalError(Exception):
+    """Base of the errors of data model, plan and embedder.
+
+    Args:
+        message: What was expected, what came, and how to put it right.
+        request: Index in the batch of the request to blame, where there is one.
+    """
+
+    def __init__(self, message: str, *, request: int | None = None) -> None:
+        super().__init__(message)
+        self.request = request
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (type(self), self.args, self.__dict__)
+
+
+class InputsError(MultimodalError, ValueError):
+    """An item is malformed: its modality, hash, pad value, offsets or feature."""
+
+
+class ContextError(MultimodalError, ValueError):
+    """The lists of a forward context don't fit each other or ``input_ids``."""
+
+
+class AliasError(MultimodalError, ValueError):
+    """Two items share modality and hash but not the number of tokens."""
+
+
+class MissingEncoderError(MultimodalError, ValueError):
+    """The plan needs an encoder that the call didn't give, or one of the wrong kind."""
+
+
+class MissingFeatureError(MultimodalError, ValueError):
+    """An item has to be encoded and has no feature."""
+
+
+class FeatureError(MultimodalError, RuntimeError):
+    """A feature can't be brought to the encoder's device, or a handle can't be consumed."""
+
+
+class EncoderFailedError(MultimodalError, RuntimeError):
+    """An encoder raised; the exception it raised is the ``__cause__``."""
+
+
+class EncoderOutputError(MultimodalError, ValueError):
+    """An encoder, or ``separate_deepstack_embeds``, returned rows of the wrong number, width or type."""
+
+
+class RowsError(MultimodalError, ValueError):
+    """Rows kept on an item are missing or don't fit the item or the text embedding."""
+
+
+class LookupInputError(MultimodalError, ValueError):
+    """``input_ids`` or the text embedding is not what the embedder can look up."""
+
+
+def __getattr__(name: str) -> Any:
+    """Find the errors of ``mmgraph.ops`` and ``mmgraph.capture`` under this module too."""
+    if not name.startswith("_"):
+        for home in ("mmgraph.ops.errors", "mmgraph.capture.errors"):
+            found = getattr(importlib.import_module(home), name, None)
+            if isinstance(found, type) and issubclass(found, Exception):
+                return found
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

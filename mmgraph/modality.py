@@ -1,0 +1,11 @@
+"""The kinds of media. Imports nothing, so that every other module can name them."""
+
+import enum
+
+
+class Modality(enum.Enum):
+    """A kind of media; each has encoders and placeholder ids of its own."""
+
+    IMAGE = "image"
+    VIDEO = "video"
+    AUDIO = "audio"
