@@ -318,8 +318,8 @@ def pad_input_tokens(ids: list[int], inputs: MultimodalInputs | None) -> list[in
     if index.ends and index.ends[-1] >= len(ids):
         item = index.items[-1]
         raise InputsError(
-            f"{describe_item(item, inputs.mm_items.index(item))}: span {(index.starts[-1], index.ends[-1])} ends "
-            f"outside the prompt of {len(ids)} tokens; offsets are inclusive positions in the whole prompt"
+            f"{describe_item(item, inputs.mm_items.index(item))}: span {(index.starts[-1], index.ends[-1])} "
+            f"ends outside the prompt of {len(ids)} tokens; offsets are inclusive positions in the whole prompt"
         )
     out: list[int] | None = None
     for start, end, item in zip(index.starts, index.ends, index.items, strict=True):
@@ -369,7 +369,7 @@ def checked_spans(item: MultimodalDataItem, position: int | None = None) -> Span
         if start <= last:
             raise InputsError(
                 f"{describe_item(item, position)}: span {span} begins at or before position {last}, where the "
-                "span before it ends; an item's spans must ascend and not overlap, in the order of the encoder's rows"
+                "span before it ends; an item's spans must ascend and not overlap, as the encoder's rows do"
             )
         last = end
     return item.offsets
@@ -395,7 +395,7 @@ def _build_index(items: Sequence[MultimodalDataItem | None]) -> SpanIndex:
         if entry[0] <= before[1]:
             raise InputsError(
                 f"{describe_item(items[entry[3]], entry[3])}: span {entry[:2]} overlaps span {before[:2]} of "
-                f"{describe_item(items[before[3]], before[3])}; every prompt position belongs to at most one item"
+                f"{describe_item(items[before[3]], before[3])}; a prompt position belongs to at most one item"
             )
     return SpanIndex(
         starts=[entry[0] for entry in entries],

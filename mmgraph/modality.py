@@ -9,3 +9,6 @@ class Modality(enum.Enum):
     IMAGE = "image"
     VIDEO = "video"
     AUDIO = "audio"
+
+    # Members are compared by identity; enum's own hash is Python code, and plans hash one for each item.
+    __hash__ = object.__hash__

@@ -241,7 +241,7 @@ def _index_of(inputs: MultimodalInputs, request: int) -> SpanIndex:
 def _alias_error(canonical: MultimodalDataItem, twin: MultimodalDataItem, request: int) -> AliasError:
     return AliasError(
         f"{describe_item(twin, request=request)} has {twin.num_tokens} tokens, and {describe_item(canonical)}, "
-        f"which has the same modality and hash, has {canonical.num_tokens}; twins share their encoder rows, so give "
+        f"which has the same modality and hash, has {canonical.num_tokens}; twins share encoder rows, so give "
         "items of different contents or grids different hashes, or correct the offsets",
         request=request,
     )
@@ -266,8 +266,8 @@ def _checked_lists(
     total = sum(length for length in seq_lens if length > 0)
     if total > num_tokens:
         raise ContextError(
-            f"extend_seq_lens {_shown(seq_lens)} sum to {total} rows, more than the {num_tokens} rows of input_ids; "
-            "give each request's rows in this chunk, not its prompt's length"
+            f"extend_seq_lens {_shown(seq_lens)} sum to {total} rows, more than the {num_tokens} rows of "
+            "input_ids; give each request's rows in this chunk, not its prompt's length"
         )
     if prefix_lens and min(prefix_lens) < 0:
         for request, (prefix, length) in enumerate(zip(prefix_lens, seq_lens, strict=True)):
