@@ -5,3 +5,52 @@ if __name__ != "mmgraph.capture":
         f"this package keeps process-wide capture state and must be imported once, as 'mmgraph.capture', "
         f"not as {__name__!r}: write 'import mmgraph.capture'"
     )
+
+from .buckets import (
+    ENCODER_BATCH_BUCKETS,
+    ENCODER_SEQLEN_BUCKETS,
+    Bucket,
+    BucketGrid,
+    DroppedBucket,
+    round_up_to_bucket,
+)
+from .errors import (
+    ArgumentError,
+    BucketError,
+    CaptureError,
+    CaptureFailedError,
+    GradientError,
+    NotCapturableError,
+    OutputError,
+    SpecError,
+)
+from .manager import CaptureManager
+from .report import BucketReport, CallExplanation, Report
+from .spec import Spec, bucket_size, constant, offsets, rows, static
+
+__all__ = [
+    "ENCODER_BATCH_BUCKETS",
+    "ENCODER_SEQLEN_BUCKETS",
+    "ArgumentError",
+    "Bucket",
+    "BucketError",
+    "BucketGrid",
+    "BucketReport",
+    "CallExplanation",
+    "CaptureError",
+    "CaptureFailedError",
+    "CaptureManager",
+    "DroppedBucket",
+    "GradientError",
+    "NotCapturableError",
+    "OutputError",
+    "Report",
+    "Spec",
+    "SpecError",
+    "bucket_size",
+    "constant",
+    "offsets",
+    "round_up_to_bucket",
+    "rows",
+    "static",
+]

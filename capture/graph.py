@@ -1,0 +1,120 @@
+"""One captured bucket: its views into the shared static buffers, the replayable work, and what it cost."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from .buckets import Bucket
+from .layout import LeafLayout
+from .spec import Offsets, Rows
+
+__all__ = ["BucketGraph", "OutputPlan", "Replayable", "copy_out", "median_replay_seconds", "stage"]
+
+
+class Replayable(Protocol):
+    """What a device graph and a CPU recording have in common."""
+
+    def replay(self) -> None:
+        """Runs the captured work again on the same storage."""
+
+    def reset(self) -> None:
+        """Lets go of the captured work."""
+
+
+@dataclass(frozen=True)
+class OutputPlan:
+    """How one output leaf is handed out:
+
+    a tensor from its static buffer, or a value that the capture returned.
+    """
+
+    layout: LeafLayout | None
+    value: Any = None
+
+
+@dataclass
+class BucketGraph:
+    """A captured bucket. Counters are the manager's to change, under its lock."""
+
+    bucket: Bucket
+    inputs: tuple[torch.Tensor | None, ...]
+    outputs: tuple[torch.Tensor | None, ...]
+    plans: tuple[OutputPlan, ...]
+    graph: Replayable
+    capture_seconds: float
+    replay_seconds: float
+    pool_bytes: int
+    hits: int = 0
+    real: dict[str, int] = field(default_factory=dict)
+
+    def count(self, sizes: Mapping[str, int]) -> None:
+        """Notes one replay for a call of these sizes."""
+        self.hits += 1
+        for name, size in sizes.items():
+            self.real[name] = self.real.get(name, 0) + size
+
+
+def stage(
+    graph: BucketGraph, layouts: Sequence[LeafLayout | None], leaves: Sequence[Any], sizes: Mapping[str, int]
+) -> None:
+    """Copies a call's values into the static inputs and fills the padding behind them, every time.
+
+    Nothing waits for the device: the last offset is spread over the padding entries on the device itself.
+    """
+    for layout, target, value in zip(layouts, graph.inputs, leaves, strict=True):
+        if layout is None or target is None:
+            continue
+        spec = layout.spec
+        if isinstance(spec, Rows):
+            have, room = layout.length(sizes), layout.length(graph.bucket)
+            target.narrow(spec.axis, 0, have).copy_(value, non_blocking=True)
+            if have < room:
+                target.narrow(spec.axis, have, room - have).fill_(spec.fill)
+        elif isinstance(spec, Offsets):
+            have = value.shape[0]
+            target[:have].copy_(value, non_blocking=True)
+            if have < target.shape[0]:
+                target[have:].copy_(value[-1:].expand(target.shape[0] - have))
+        else:
+            target.copy_(value, non_blocking=True)
+
+
+def copy_out(
+    graph: BucketGraph, sizes: Mapping[str, int], allocate: Callable[[torch.Tensor], torch.Tensor]
+) -> list[Any]:
+    """Fresh copies of the outputs, cut to the call's sizes: no later replay changes them."""
+    results: list[Any] = []
+    for plan, source in zip(graph.plans, graph.outputs, strict=True):
+        if plan.layout is None or source is None:
+            results.append(plan.value)
+            continue
+        spec = plan.layout.spec
+        if isinstance(spec, Rows):
+            source = source.narrow(spec.axis, 0, plan.layout.length(sizes))
+        elif isinstance(spec, Offsets):
+            source = source[: plan.layout.length(sizes)]
+        results.append(allocate(source))
+    return results
+
+
+def median_replay_seconds(graph: Replayable, stream: torch.cuda.Stream | None, repeats: int = 3) -> float:
+    """The median time of a few replays, on the device's clock where there is one."""
+    times = []
+    for _ in range(repeats):
+        if stream is None:
+            start = time.perf_counter()
+            graph.replay()
+            times.append(time.perf_counter() - start)
+        else:
+            before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            before.record(stream)
+            graph.replay()
+            after.record(stream)
+            after.synchronize()
+            times.append(before.elapsed_time(after) / 1e3)
+    return sorted(times)[len(times) // 2]

@@ -1,0 +1,318 @@
+"""`CaptureManager`: one graph per bucket, behind a call that pads, replays and slices; on a miss, the function.
+
+On CUDA tensors the buckets are CUDA graphs in one shared pool; on CPU tensors the recorder stands in their
+place with the same contract. Staging, replay and copy-out of one call are one critical section, so any thread
+may call.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from .buckets import Bucket, BucketGrid
+from .capturing import Capturer
+from .errors import ArgumentError, CaptureFailedError, GradientError, SpecError
+from .graph import BucketGraph, copy_out, stage
+from .layout import LeafLayout, check_leaf, layout_of_example, sizes_of_leaves
+from .report import BucketReport, CallExplanation, Report
+from .spec import Constant, Rows, Signature
+
+__all__ = ["CaptureManager"]
+
+
+class CaptureManager:
+    """Captures a function once per bucket and replays the graph that fits a call.
+
+    The result of a call equals running the function on its inputs padded to the bucket and cutting the padding
+    off, whatever ran between. Results are copies: no later call changes them. A call that no bucket holds runs
+    the function on the inputs as they are, and is counted as a miss.
+
+    Args:
+        fn: a function, bound method or module. It is called with the declared names as keywords, under no_grad.
+            It must not wait for the device, read values from tensors, or make tensors from Python data.
+        inputs: argument name to a pytree of specs (`rows`, `offsets`, `bucket_size`, `static`, `constant`).
+        outputs: a pytree of specs with the structure of what `fn` returns; None where it returns None.
+        buckets: the grid of named sizes.
+        warmup: runs before each capture, so that lazily compiled and tuned kernels are settled; at least 2.
+
+    Raises:
+        SpecError: specs that do not fit the grid.
+
+    Example:
+        >>> import torch
+        >>> from mmgraph.capture import BucketGrid, CaptureManager, rows
+        >>> weight = torch.ones(4, 2)
+        >>> graphs = CaptureManager(lambda x: x @ weight, inputs={"x": rows("tokens")}, outputs=rows("tokens"),
+        ...                         buckets=BucketGrid(tokens=(8, 16)))
+        >>> _ = graphs.precompile(example={"x": torch.randn(3, 4)}, progress=False)
+        >>> graphs(x=torch.ones(5, 4)).shape
+        torch.Size([5, 2])
+    """
+
+    #: State snapshots do not look inside: static buffers are nobody's state.
+    holds_captured_graphs = True
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        *,
+        inputs: Mapping[str, Any],
+        outputs: Any,
+        buckets: BucketGrid,
+        warmup: int = 2,
+    ) -> None:
+        if not callable(fn):
+            raise SpecError(f"fn must be callable, got {fn!r}")
+        if not isinstance(buckets, BucketGrid):
+            raise SpecError(f"buckets must be a BucketGrid, got {buckets!r}")
+        if isinstance(warmup, bool) or not isinstance(warmup, int) or warmup < 2:
+            raise SpecError(f"warmup must be an integer of at least 2, got {warmup!r}")
+        self._fn = fn
+        self._grid = buckets
+        self._signature = Signature(inputs, outputs, buckets)
+        self._warmup = warmup
+        self._lock = threading.RLock()
+        self._calls = 0
+        self._misses: Counter[str] = Counter()
+        self._layouts: tuple[LeafLayout | None, ...] | None = None
+        self._constants: dict[int, Any] = {}
+        self._graphs: dict[Bucket, BucketGraph] = {}
+        self._capturer: Capturer | None = None
+
+    def precompile(
+        self, example: Mapping[str, Any], *, progress: bool = True, buckets: list[Bucket] | None = None
+    ) -> CaptureManager:
+        """Captures every bucket, largest first. Called again, it captures all of them anew.
+
+        The state that the function changes (buffers, caches, random generators) is afterwards what it was
+        before.
+
+        Args:
+            example: one real call's arguments, of any sizes: dtypes, trailing shapes, the device and constants
+                come from it.
+            progress: show a progress bar.
+            buckets: only these of the grid's buckets.
+
+        Returns:
+            The manager itself.
+
+        Raises:
+            ArgumentError: the example does not fit the declaration.
+            OutputError: the function returns something other than declared.
+            CaptureFailedError: a bucket could not be captured; those before it are kept and work.
+        """
+        leaves = self._signature.bind((), example)
+        self._refuse_gradients(leaves)
+        sizes = sizes_of_leaves(self._signature.inputs, leaves)
+        self._check_divisible(sizes)
+        device = self._device_of(leaves)
+        layouts = tuple(
+            layout_of_example(leaf, value, device)
+            for leaf, value in zip(self._signature.inputs, leaves, strict=True)
+        )
+        chosen = self._grid.buckets if buckets is None else tuple(buckets)
+        if not chosen or any(bucket not in self._grid.buckets for bucket in chosen):
+            raise SpecError(f"buckets must be some of the grid's {len(self._grid)} buckets, got {buckets}")
+        with self._lock:
+            self._drop_graphs()
+            self._layouts = layouts
+            self._constants = {
+                position: value
+                for position, (leaf, value) in enumerate(zip(self._signature.inputs, leaves, strict=True))
+                if isinstance(leaf.spec, Constant)
+            }
+            self._capturer = Capturer(self._fn, self._signature, layouts, chosen, device, self._warmup)
+            order = sorted(chosen, key=lambda b: tuple(b[name] for name in self._grid.names), reverse=True)
+            with self._capturer.state_preserved(), _progress(progress, len(order)) as advance:
+                for bucket in order:
+                    try:
+                        self._graphs[bucket] = self._capturer.capture(bucket, leaves)
+                    except Exception as error:
+                        raise CaptureFailedError(
+                            f"{bucket} could not be captured ({type(error).__name__}: {error}); "
+                            f"{len(self._graphs)} of {len(order)} buckets are captured and usable, calls that need "
+                            "others run eagerly",
+                            bucket,
+                        ) from error
+                    advance(bucket)
+        return self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The function's result for these arguments: from a graph where a bucket holds them, else run eagerly.
+
+        Args:
+            *args, **kwargs: the declared inputs, by position in the order declared, or by name.
+
+        Raises:
+            ArgumentError: a missing or unknown argument, or one of a wrong kind, dtype, device or shape.
+            GradientError: an input needs a gradient and gradients are recorded.
+        """
+        leaves = self._signature.bind(args, kwargs)
+        sizes, bucket, reason = self._resolve(leaves)
+        graph = self._graphs.get(bucket) if bucket is not None and not reason else None
+        if graph is None or self._capturer is None:
+            with self._lock:
+                self._calls += 1
+                self._misses[reason.partition(":")[0]] += 1
+            with torch.no_grad():
+                return self._fn(**self._signature.arguments(leaves))
+        return self._replay(graph, self._capturer, leaves, sizes)
+
+    # A replay cannot be traced into a compiled graph: torch.compile runs the call as it is.
+    __call__._torchdynamo_disable = True  # type: ignore[attr-defined]
+
+    def explain_call(self, *args: Any, **kwargs: Any) -> CallExplanation:
+        """Which bucket a call with these arguments would replay, or why it would run eagerly.
+
+        Counts nothing.
+        """
+        leaves = self._signature.bind(args, kwargs)
+        sizes, bucket, reason = self._resolve(leaves)
+        padding = {}
+        if bucket is not None and not reason:
+            padding = {
+                name: 1 - sizes[name] / bucket[name] if bucket[name] else 0.0
+                for name in bucket
+                if name not in self._grid.within
+            }
+        return CallExplanation(not reason, sizes, bucket, reason, padding)
+
+    def report(self) -> Report:
+        """Hits, misses, padding, bytes and times so far."""
+        with self._lock:
+            rows = tuple(self._bucket_report(self._graphs[b]) for b in self._grid.buckets if b in self._graphs)
+            capturer = self._capturer
+            return Report(
+                device=str(capturer.device) if capturer else None,
+                backend=capturer.backend if capturer else "none",
+                calls=self._calls,
+                hits=self._calls - sum(self._misses.values()),
+                misses=dict(self._misses),
+                buckets=rows,
+                dropped=tuple((dict(d.bucket), d.reason) for d in self._grid.dropped),
+                static_bytes=capturer.static_bytes if capturer else 0,
+                pool_bytes=sum(row.pool_bytes for row in rows),
+            )
+
+    def close(self) -> None:
+        """Drops every graph and buffer; later calls run eagerly."""
+        with self._lock:
+            self._drop_graphs()
+
+    def _resolve(self, leaves: list[Any]) -> tuple[dict[str, int], Bucket | None, str]:
+        """The call's sizes, its bucket, and why it misses (empty for a hit).
+
+        Raises where the arguments are wrong.
+        """
+        self._refuse_gradients(leaves)
+        sizes = sizes_of_leaves(self._signature.inputs, leaves)
+        self._check_divisible(sizes)
+        layouts = self._layouts
+        if layouts is None:
+            return sizes, None, "not precompiled"
+        for layout, value in zip(layouts, leaves, strict=True):
+            if layout is not None:
+                check_leaf(layout, value)
+        for position, value in self._constants.items():
+            if not _same_constant(value, leaves[position]):
+                return sizes, None, f"constant changed: {self._signature.inputs[position].path}"
+        bucket = self._grid.choose(sizes)
+        if bucket is None:
+            return sizes, None, f"beyond the grid: {self._grid.why_none(sizes)}"
+        if bucket not in self._graphs:
+            return sizes, bucket, f"not captured: {bucket}"
+        if self._capturer is not None and self._capturer.inside_another_capture():
+            return sizes, bucket, "inside another capture: the function becomes part of it"
+        return sizes, bucket, ""
+
+    def _replay(
+        self, graph: BucketGraph, capturer: Capturer, leaves: list[Any], sizes: Mapping[str, int]
+    ) -> Any:
+        with self._lock, torch.no_grad(), capturer.on_owner_stream() as allocate:
+            stage(graph, capturer.layouts, leaves, sizes)
+            graph.graph.replay()
+            results = copy_out(graph, sizes, allocate)
+            self._calls += 1
+            graph.count(sizes)
+        return pytree.tree_unflatten(results, self._signature.output_tree)
+
+    def _bucket_report(self, graph: BucketGraph) -> BucketReport:
+        padding = {
+            name: (1 - graph.real.get(name, 0) / (graph.hits * size)) if graph.hits and size else 0.0
+            for name, size in graph.bucket.items()
+            if name not in self._grid.within
+        }
+        return BucketReport(
+            bucket=dict(graph.bucket),
+            hits=graph.hits,
+            padding=padding,
+            static_bytes=sum(
+                t.numel() * t.element_size() for t in (*graph.inputs, *graph.outputs) if t is not None
+            ),
+            pool_bytes=graph.pool_bytes,
+            capture_seconds=graph.capture_seconds,
+            replay_seconds=graph.replay_seconds,
+            nodes=getattr(graph.graph, "num_operations", None),
+        )
+
+    def _drop_graphs(self) -> None:
+        for graph in self._graphs.values():
+            graph.graph.reset()
+        self._graphs.clear()
+        self._layouts = None
+        self._capturer = None
+        self._constants = {}
+
+    def _device_of(self, leaves: list[Any]) -> torch.device:
+        device = next((leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor)), None)
+        if device is None:
+            raise ArgumentError(
+                "the example has no tensor, so there is no device to capture on: give at least one tensor input"
+            )
+        if device.type not in ("cpu", "cuda"):
+            raise ArgumentError(f"graphs are captured on cuda, or recorded on cpu, got inputs on {device}")
+        return device
+
+    def _check_divisible(self, sizes: Mapping[str, int]) -> None:
+        for path, spec in zip(self._signature.output_paths, self._signature.outputs, strict=True):
+            if isinstance(spec, Rows) and spec.dim in sizes and sizes[spec.dim] % spec.per:
+                raise ArgumentError(
+                    f"{spec.dim}={sizes[spec.dim]} is not a multiple of {spec.per}, "
+                    f"which {path} needs for its rows (one per {spec.per})"
+                )
+
+    def _refuse_gradients(self, leaves: list[Any]) -> None:
+        if not torch.is_grad_enabled():
+            return
+        for leaf, value in zip(self._signature.inputs, leaves, strict=True):
+            if isinstance(value, torch.Tensor) and value.requires_grad:
+                raise GradientError(
+                    f"{leaf.path} needs a gradient, and a replay records none: pass {leaf.path}.detach(), or call "
+                    "under torch.no_grad() or torch.inference_mode(); for training call the function itself"
+                )
+
+
+def _same_constant(expected: Any, value: Any) -> bool:
+    if isinstance(expected, torch.Tensor) or isinstance(value, torch.Tensor):
+        return expected is value
+    return type(expected) is type(value) and bool(expected == value)
+
+
+@contextlib.contextmanager
+def _progress(show: bool, total: int) -> Iterator[Callable[[Bucket], None]]:
+    if not show:
+        yield lambda bucket: None
+        return
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns) as bar:
+        task = bar.add_task("capturing", total=total)
+        yield lambda bucket: bar.update(task, advance=1, description=f"captured {dict(bucket)}")
