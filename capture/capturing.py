@@ -6,6 +6,7 @@ example values, warm-up, checks of what the function returns, and the capture it
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 
 from .buckets import Bucket
-from .cuda import CAPTURE_LOCK, DeviceGraph, DevicePool
+from .cuda import DeviceGraph, DevicePool
 from .errors import OutputError
 from .graph import BucketGraph, OutputPlan, Replayable, median_replay_seconds
 from .layout import LeafLayout, SharedBuffers, example_for_bucket
@@ -21,7 +22,17 @@ from .recorder import Recording
 from .spec import BucketSize, Constant, InputLeaf, Offsets, Rows, Signature, Spec, Static
 from .state import StateSnapshot
 
-__all__ = ["Capturer"]
+__all__ = ["Capturer", "autocast_state"]
+
+# Set while this thread warms up or captures: a manager that is called meanwhile runs its function, which so
+# becomes part of the outer graph.
+_CAPTURING = threading.local()
+
+
+def autocast_state(device: torch.device) -> tuple[bool, torch.dtype | None]:
+    """Whether autocast is on for a device, and to which dtype."""
+    enabled = torch.is_autocast_enabled(device.type)
+    return enabled, torch.get_autocast_dtype(device.type) if enabled else None
 
 
 class Capturer:
@@ -51,6 +62,7 @@ class Capturer:
         self._signature = signature
         self._buckets = tuple(buckets)
         self._warmup = warmup
+        self.autocast = autocast_state(device)
         self._inputs = SharedBuffers(layouts, buckets)
         self._outputs: SharedBuffers | None = None
         self._output_plans: tuple[OutputPlan, ...] | None = None
@@ -68,20 +80,21 @@ class Capturer:
         return self._inputs.nbytes + (self._outputs.nbytes if self._outputs is not None else 0)
 
     def inside_another_capture(self) -> bool:
-        """Whether the caller's stream is being captured at this moment."""
+        """Whether the caller is being warmed up or captured at this moment, by a manager or on its own."""
+        if getattr(_CAPTURING, "depth", 0):
+            return True
         return self._stream is not None and torch.cuda.is_current_stream_capturing()
 
     @contextlib.contextmanager
     def state_preserved(self) -> Iterator[None]:
         """Puts the user's state back at the end, also after an error."""
-        with CAPTURE_LOCK:
-            snapshot = StateSnapshot(self._fn, self.device)
-            try:
-                yield
-            finally:
-                if self._stream is not None:
-                    torch.cuda.synchronize(self.device)
-                snapshot.restore()
+        snapshot = StateSnapshot(self._fn, self.device)
+        try:
+            yield
+        finally:
+            if self._stream is not None:
+                torch.cuda.synchronize(self.device)
+            snapshot.restore()
 
     @contextlib.contextmanager
     def on_owner_stream(self) -> Iterator[Callable[[torch.Tensor], torch.Tensor]]:
@@ -191,6 +204,15 @@ class Capturer:
 
     @contextlib.contextmanager
     def _on_capture_stream(self) -> Iterator[None]:
+        _CAPTURING.depth = getattr(_CAPTURING, "depth", 0) + 1
+        try:
+            with self._on_stream():
+                yield
+        finally:
+            _CAPTURING.depth -= 1
+
+    @contextlib.contextmanager
+    def _on_stream(self) -> Iterator[None]:
         if self._stream is None:
             yield
             return

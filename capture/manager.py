@@ -17,8 +17,9 @@ import torch
 from torch.utils import _pytree as pytree
 
 from .buckets import Bucket, BucketGrid
-from .capturing import Capturer
-from .errors import ArgumentError, CaptureFailedError, GradientError, SpecError
+from .capturing import Capturer, autocast_state
+from .cuda import CAPTURE_LOCK
+from .errors import ArgumentError, CaptureError, CaptureFailedError, GradientError, SpecError
 from .graph import BucketGraph, copy_out, stage
 from .layout import LeafLayout, check_leaf, layout_of_example, sizes_of_leaves
 from .report import BucketReport, CallExplanation, Report
@@ -120,7 +121,10 @@ class CaptureManager:
         chosen = self._grid.buckets if buckets is None else tuple(buckets)
         if not chosen or any(bucket not in self._grid.buckets for bucket in chosen):
             raise SpecError(f"buckets must be some of the grid's {len(self._grid)} buckets, got {buckets}")
-        with self._lock:
+        # The capture lock comes first, as everywhere, so that a function which calls another manager cannot
+        # deadlock with it. Buffers made here are written by every later call, so they must not be inference
+        # tensors.
+        with CAPTURE_LOCK, self._lock, torch.inference_mode(False), torch.no_grad():
             self._drop_graphs()
             self._layouts = layouts
             self._constants = {
@@ -155,15 +159,15 @@ class CaptureManager:
             GradientError: an input needs a gradient and gradients are recorded.
         """
         leaves = self._signature.bind(args, kwargs)
-        sizes, bucket, reason = self._resolve(leaves)
-        graph = self._graphs.get(bucket) if bucket is not None and not reason else None
-        if graph is None or self._capturer is None:
-            with self._lock:
-                self._calls += 1
-                self._misses[reason.partition(":")[0]] += 1
-            with torch.no_grad():
-                return self._fn(**self._signature.arguments(leaves))
-        return self._replay(graph, self._capturer, leaves, sizes)
+        with self._lock:
+            sizes, bucket, reason = self._resolve(leaves)
+            self._calls += 1
+            if bucket is not None and not reason:
+                return self._replay(self._graphs[bucket], leaves, sizes)
+            self._misses[reason.partition(":")[0]] += 1
+        # Outside the lock: a function on its own needs none of the manager's storage.
+        with torch.no_grad():
+            return self._fn(**self._signature.arguments(leaves))
 
     # A replay cannot be traced into a compiled graph: torch.compile runs the call as it is.
     __call__._torchdynamo_disable = True  # type: ignore[attr-defined]
@@ -174,7 +178,8 @@ class CaptureManager:
         Counts nothing.
         """
         leaves = self._signature.bind(args, kwargs)
-        sizes, bucket, reason = self._resolve(leaves)
+        with self._lock:
+            sizes, bucket, reason = self._resolve(leaves)
         padding = {}
         if bucket is not None and not reason:
             padding = {
@@ -228,19 +233,20 @@ class CaptureManager:
             return sizes, None, f"beyond the grid: {self._grid.why_none(sizes)}"
         if bucket not in self._graphs:
             return sizes, bucket, f"not captured: {bucket}"
-        if self._capturer is not None and self._capturer.inside_another_capture():
+        capturer = self._require_capturer()
+        if capturer.inside_another_capture():
             return sizes, bucket, "inside another capture: the function becomes part of it"
+        if (now := autocast_state(capturer.device)) != capturer.autocast:
+            return sizes, bucket, f"autocast differs: captured under {capturer.autocast}, called under {now}"
         return sizes, bucket, ""
 
-    def _replay(
-        self, graph: BucketGraph, capturer: Capturer, leaves: list[Any], sizes: Mapping[str, int]
-    ) -> Any:
-        with self._lock, torch.no_grad(), capturer.on_owner_stream() as allocate:
+    def _replay(self, graph: BucketGraph, leaves: list[Any], sizes: Mapping[str, int]) -> Any:
+        capturer = self._require_capturer()
+        with torch.no_grad(), capturer.on_owner_stream() as allocate:
             stage(graph, capturer.layouts, leaves, sizes)
             graph.graph.replay()
             results = copy_out(graph, sizes, allocate)
-            self._calls += 1
-            graph.count(sizes)
+        graph.count(sizes)
         return pytree.tree_unflatten(results, self._signature.output_tree)
 
     def _bucket_report(self, graph: BucketGraph) -> BucketReport:
@@ -261,6 +267,11 @@ class CaptureManager:
             replay_seconds=graph.replay_seconds,
             nodes=getattr(graph.graph, "num_operations", None),
         )
+
+    def _require_capturer(self) -> Capturer:
+        if self._capturer is None:
+            raise CaptureError("internal: graphs without what captured them")
+        return self._capturer
 
     def _drop_graphs(self) -> None:
         for graph in self._graphs.values():

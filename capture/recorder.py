@@ -45,7 +45,7 @@ _READS = {
 _READ_REMEDY = (
     "on a GPU it would wait for the device; keep the value on the device, or compute it before and pass it in"
 )
-_MADE_REMEDY = "a replay would see the values of the capture; make it before and pass it in, or use torch.full or torch.arange"
+_MADE_REMEDY = "a replay would see the values of the capture; make it before, or use torch.full or torch.arange"
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class _Step:
 
 def poison(tensor: torch.Tensor) -> None:
     """Fills a tensor with NaN, or with a value that no sane index has where it holds integers."""
-    with torch.no_grad():
+    with torch.inference_mode():
         if tensor.is_floating_point() or tensor.is_complex():
             tensor.fill_(float("nan"))
         elif tensor.dtype == torch.bool:
@@ -105,7 +105,9 @@ class Recording:
         for holder, own in self._external:
             if storage_use_count(holder.untyped_storage()) <= own:
                 poison(holder)
-        with torch.no_grad():
+        # Inference mode may write both to ordinary tensors and to inference tensors that the function took from
+        # outside.
+        with torch.inference_mode():
             for step in self._steps:
                 outputs = step.op(*step.args, **step.kwargs)
                 if step.fresh:
