@@ -1,7 +1,55 @@
-"""Custom operators: attention, embedding assembly. Import this package as ``mmgraph.ops``."""
+"""Custom operators: attention, embedding assembly. Import this package as ``mmgraph.ops``.
+
+Importing it registers every op and imports no kernel: Triton and the optional packages are imported by the first call
+that needs them, and CUDA is not touched.
+"""
 
 if __name__ != "mmgraph.ops":
     raise ImportError(
         f"this package registers operators and must be imported once, as 'mmgraph.ops', not as {__name__!r}: "
         "write 'import mmgraph.ops'"
     )
+
+from mmgraph.ops import schemas as _schemas  # noqa: F401 - defines every op before anything implements one
+from mmgraph.ops.assembly import assemble_embeddings, assemble_embeddings_out, deepstack_add, merge_embeddings
+from mmgraph.ops.attention import BackendReport, explain_backends, select_backend, varlen_attention
+from mmgraph.ops.error_flag import check_errors, prepare_device
+from mmgraph.ops.errors import (
+    ArgumentError,
+    BackendError,
+    BrokenBackend,
+    CaptureError,
+    CountMismatchError,
+    DataError,
+    DeviceError,
+    GradientError,
+    OpError,
+    UnknownBackend,
+    UnusableBackend,
+)
+from mmgraph.ops.row_map import RowMap
+
+__all__ = [
+    "ArgumentError",
+    "BackendError",
+    "BackendReport",
+    "BrokenBackend",
+    "CaptureError",
+    "CountMismatchError",
+    "DataError",
+    "DeviceError",
+    "GradientError",
+    "OpError",
+    "RowMap",
+    "UnknownBackend",
+    "UnusableBackend",
+    "assemble_embeddings",
+    "assemble_embeddings_out",
+    "check_errors",
+    "deepstack_add",
+    "explain_backends",
+    "merge_embeddings",
+    "prepare_device",
+    "select_backend",
+    "varlen_attention",
+]

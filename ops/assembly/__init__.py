@@ -1,0 +1,34 @@
+"""Embedding assembly: text rows from a table, other rows from a pool, one launch, no concatenation."""
+
+from mmgraph.ops import registration as _registration
+from mmgraph.ops.assembly import backward as _backward
+from mmgraph.ops.assembly import cuda as _cuda
+from mmgraph.ops.assembly import reference as _reference
+
+for _suffix in ("", "_autograd"):
+    _registration.implement(f"assemble_embeddings{_suffix}", cpu=_reference.assemble, cuda=_cuda.assemble)
+    _registration.implement(f"merge_embeddings{_suffix}", cpu=_reference.merge, cuda=_cuda.merge)
+    _registration.implement(f"deepstack_add{_suffix}", cpu=_reference.deepstack_add, cuda=_cuda.deepstack_add)
+_registration.implement("assemble_embeddings_out", cpu=_reference.assemble_out, cuda=_cuda.assemble_out)
+for _name, _function in (
+    ("assemble_embeddings_backward", _backward.assemble_backward),
+    ("merge_embeddings_backward", _backward.merge_backward),
+    ("deepstack_add_backward", _backward.deepstack_backward),
+):
+    _registration.implement(_name, cpu=_function, cuda=_function)
+_registration.differentiate(
+    "assemble_embeddings_autograd", _backward.differentiate_assemble, _backward.setup_assemble
+)
+_registration.differentiate("merge_embeddings_autograd", _backward.differentiate_merge, _backward.setup_merge)
+_registration.differentiate(
+    "deepstack_add_autograd", _backward.differentiate_deepstack, _backward.setup_deepstack
+)
+
+from mmgraph.ops.assembly.api import (  # noqa: E402 - after registration: it looks the ops up
+    assemble_embeddings,
+    assemble_embeddings_out,
+    deepstack_add,
+    merge_embeddings,
+)
+
+__all__ = ["assemble_embeddings", "assemble_embeddings_out", "deepstack_add", "merge_embeddings"]

@@ -1,0 +1,80 @@
+"""Assembly in plain PyTorch: the readable definition of what the kernels do, and the CPU implementation.
+
+Values are on the host here, so wrong ones raise at once instead of being recorded in the error flag.
+"""
+
+import torch
+
+from mmgraph.ops import checks
+from mmgraph.ops.errors import DataError
+
+Tensor = torch.Tensor
+
+
+def assemble(input_ids: Tensor, table: Tensor, pool: Tensor, row_map: Tensor, strict: bool) -> Tensor:
+    """Row i is ``pool[row_map[i]]`` where that is not negative, else the table's row of ``input_ids[i]``."""
+    checks.check_assemble(input_ids, table, pool, row_map)
+    out = table.new_empty((input_ids.shape[0], table.shape[1]))
+    _fill(out, input_ids, table, pool, row_map, strict)
+    return out
+
+
+def assemble_out(
+    input_ids: Tensor, table: Tensor, pool: Tensor, row_map: Tensor, strict: bool, *, out: Tensor
+) -> None:
+    """As ``assemble``, into ``out``; ``out`` is untouched if an error is raised."""
+    checks.check_assemble_out(input_ids, table, pool, row_map, out)
+    checks.check_no_overlap(out, table=table, pool=pool, input_ids=input_ids, row_map=row_map)
+    _fill(out, input_ids, table, pool, row_map, strict)
+
+
+def _fill(out: Tensor, input_ids: Tensor, table: Tensor, pool: Tensor, row_map: Tensor, strict: bool) -> None:
+    check_row_map_values("assemble_embeddings", row_map, pool.shape[0])
+    vocab = table.shape[0]
+    text = (row_map < 0).nonzero().squeeze(1)
+    covered = (row_map >= 0).nonzero().squeeze(1)
+    ids = input_ids[text].long()
+    if strict or vocab == 0:
+        wrong = (ids < 0) | (ids >= vocab)
+        if bool(wrong.any()):
+            first = int(wrong.nonzero()[0])
+            raise DataError(
+                f"assemble_embeddings: row {int(text[first])} has id {int(ids[first])}, outside the vocabulary of "
+                f"{vocab}, and no pool row covers it ({int(wrong.sum())} such rows). Cover the row or correct the id."
+            )
+    out[text] = table[ids.clamp(0, max(vocab - 1, 0))]
+    out[covered] = pool[row_map[covered].long()].to(out.dtype)
+
+
+def check_row_map_values(op: str, row_map: Tensor, pool_rows: int) -> None:
+    """Raise DataError unless all values are -1 or rows of the pool."""
+    wrong = (row_map < -1) | (row_map >= pool_rows)
+    if bool(wrong.any()):
+        first = int(wrong.nonzero()[0])
+        raise DataError(
+            f"{op}: row_map values must be -1 or below the pool's {pool_rows} rows, row {first} has "
+            f"{int(row_map[first])} ({int(wrong.sum())} such rows)."
+        )
+
+
+def merge(embeds: Tensor, mask: Tensor, features: Tensor, num_placeholders: int | None) -> Tensor:
+    """``embeds`` with its masked rows replaced by the feature rows in order."""
+    checks.check_merge(embeds, mask, features)
+    if num_placeholders is not None:
+        checks.check_count(num_placeholders, features.shape[0])
+    checks.check_count(int(mask.sum()), features.shape[0])
+    out = embeds.clone(memory_format=torch.contiguous_format)
+    out[mask] = features.to(embeds.dtype)
+    return out
+
+
+def deepstack_add(hidden: Tensor, pool: Tensor, row_map: Tensor, level: int) -> Tensor:
+    """``hidden`` plus the level's slice of ``pool[row_map[i]]`` in the rows that the map covers."""
+    checks.check_deepstack(hidden, pool, row_map, level)
+    check_row_map_values("deepstack_add", row_map, pool.shape[0])
+    width = hidden.shape[1]
+    out = hidden.clone(memory_format=torch.contiguous_format)
+    covered = (row_map >= 0).nonzero().squeeze(1)
+    rows = pool[:, level * width : (level + 1) * width][row_map[covered].long()]
+    out[covered] += rows.to(hidden.dtype)
+    return out

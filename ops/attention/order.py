@@ -1,0 +1,124 @@
+"""Which usable backend serves a call that names none: one function of the sequence shape, one order per case.
+
+Only real integers reach it (it runs inside the op), so that a compiled graph holds no threshold.
+"""
+
+import torch
+
+from mmgraph.ops.attention.registry import AttentionBackend, BackendReport, Traits, reports, usable_backends
+from mmgraph.ops.attention.registry import require_backend as _require
+
+# Sequences that one block of the Triton kernel holds whole (windows): bound by bytes and launches, not by products.
+_WINDOW = 64
+
+_ORDER_WINDOWS = ("triton", "fa2", "reference")
+_ORDER = ("fa2", "triton", "reference")
+
+
+def choose(traits: Traits, tokens: int, batch: int, max_seqlen: int) -> AttentionBackend:
+    """The backend for a call of these traits and this sequence shape.
+
+    Raises:
+        BrokenBackend: A package is installed and can't be imported.
+        UnusableBackend: No backend can serve the call.
+    """
+    usable = usable_backends(traits)
+    for name in _ORDER_WINDOWS if max_seqlen <= _WINDOW else _ORDER:
+        if name in usable:
+            return usable[name]
+    return next(iter(usable.values()))
+
+
+def _make_traits(
+    device: torch.device | str | None,
+    dtype: torch.dtype | None,
+    head_dim: int,
+    v_dim: int | None,
+    heads: int,
+    kv_heads: int | None,
+    causal: bool,
+    gradient: bool,
+) -> Traits:
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device(device)
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    if dtype is None:
+        dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    return Traits(device, dtype, head_dim, v_dim or head_dim, heads, kv_heads or heads, causal, gradient)
+
+
+def select_backend(
+    *,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+    head_dim: int = 64,
+    v_dim: int | None = None,
+    heads: int = 1,
+    kv_heads: int | None = None,
+    tokens: int = 4096,
+    batch: int = 1,
+    max_seqlen: int = 4096,
+    causal: bool = False,
+    gradient: bool = False,
+    backend: str | None = None,
+) -> str:
+    """The name of the backend that ``varlen_attention`` would use for such a call.
+
+    Args:
+        device: The tensors' device; None is the current CUDA device, or the CPU where there is none.
+        dtype: The tensors' dtype; None is bfloat16 on a GPU and float32 on a CPU.
+        head_dim: Width of q and k.
+        v_dim: Width of v; None is ``head_dim``.
+        heads: Query heads.
+        kv_heads: Key and value heads; None is ``heads``.
+        tokens: Rows of q.
+        batch: Sequences.
+        max_seqlen: The longest sequence.
+        causal: Whether a row sees only itself and earlier ones.
+        gradient: Whether a gradient is needed.
+        backend: A name asked for; it is checked and returned.
+
+    Returns:
+        The name.
+
+    Raises:
+        UnknownBackend: No backend has the name asked for.
+        UnusableBackend: It, or every backend, can't serve the call; the message lists the reasons.
+        BrokenBackend: A package is installed and can't be imported.
+        GradientError: A gradient is needed and the backend asked for has none.
+    """
+    traits = _make_traits(device, dtype, head_dim, v_dim, heads, kv_heads, causal, gradient)
+    if backend is not None:
+        return _require(backend, traits).name
+    return choose(traits, tokens, batch, max_seqlen).name
+
+
+def explain_backends(
+    *,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+    head_dim: int = 64,
+    v_dim: int | None = None,
+    heads: int = 1,
+    kv_heads: int | None = None,
+    causal: bool = False,
+    gradient: bool = False,
+) -> list[BackendReport]:
+    """Every attention backend with "usable", or the reason why it can't serve such a call.
+
+    Args:
+        device: As for ``select_backend``, like the others.
+        dtype: The tensors' dtype.
+        head_dim: Width of q and k.
+        v_dim: Width of v.
+        heads: Query heads.
+        kv_heads: Key and value heads.
+        causal: Whether a row sees only itself and earlier ones.
+        gradient: Whether a gradient is needed.
+
+    Returns:
+        One record per backend: ``name``, ``usable``, ``reason``. A broken installation is reported, not raised.
+    """
+    return reports(_make_traits(device, dtype, head_dim, v_dim, heads, kv_heads, causal, gradient))

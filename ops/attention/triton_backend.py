@@ -1,0 +1,221 @@
+"""The triton backend: our own varlen forward, for half and single precision, any width from 1 to 256.
+
+It takes strided views of a packed projection without a copy, grouped heads, and v of another width. Block sizes come from
+a small table; nothing is tuned in the user's process. It also offers ``zero_tail`` to backends that leave rows behind the
+last sequence unwritten.
+"""
+
+import math
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+
+from mmgraph.ops.attention.registry import AttentionBackend, Traits, import_package
+from mmgraph.ops.error_flag import Fault, flag_for
+
+Tensor = torch.Tensor
+
+LARGEST_WIDTH = 256
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+_ZERO_PROGRAMS = 128
+_ZERO_BLOCK = 2048
+_SHARED_BYTES_FOR_TWO_STAGES = 160 * 1024
+
+
+class Blocks(NamedTuple):
+    """How the work is cut: query rows and key rows at a time, warps, and pipeline stages."""
+
+    queries: int
+    keys: int
+    warps: int
+    stages: int
+
+
+_kernels: Any = None
+
+
+def _load_kernels() -> Any:
+    global _kernels
+    if _kernels is None:
+        from mmgraph.ops.attention import triton_kernels
+
+        _kernels = triton_kernels
+    return _kernels
+
+
+@lru_cache(maxsize=256)
+def split_width(width: int) -> tuple[int, int]:
+    """Two powers of two, the larger first, that cover a width; the second is 0 where one is as good.
+
+    72 and 80 are (64, 16), 96 is (64, 32), 112 is (128, 0), 40 is (32, 16).
+    """
+    whole = 1 << (width - 1).bit_length()
+    if whole <= 16:
+        return 16, 0
+    first = whole // 2
+    second = max(16, 1 << max(0, (width - first - 1).bit_length()))
+    return (whole, 0) if first + second >= whole else (first, second)
+
+
+@lru_cache(maxsize=64)
+def _shared_bytes(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 0
+    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)
+
+
+def block_table(item_size: int, width: int, max_seqlen: int, shared_bytes: int) -> Blocks:
+    """The committed block sizes for an element size, the larger of the two widths, and a longest sequence."""
+    if item_size == 4:
+        return Blocks(32, 32, 4, 1) if width > 128 else Blocks(64, 32, 4, 1)
+    stages = 2 if shared_bytes >= _SHARED_BYTES_FOR_TWO_STAGES else 1
+    if max_seqlen <= 64:
+        return Blocks(64, 64, 4, stages)
+    if width <= 64:
+        return Blocks(128, 64, 4, 3)
+    if width <= 96:
+        return Blocks(128, 64, 4, stages + 1)
+    if width <= 128:
+        return Blocks(128, 64, 8, stages + 1)
+    return Blocks(64, 64, 4, stages)
+
+
+def _columns_adjacent(tensor: Tensor) -> Tensor:
+    return tensor if tensor.stride(2) == 1 else tensor.contiguous()
+
+
+def _alignment(*tensors: Tensor) -> int:
+    """How many elements every row and head start is a multiple of: 16 bytes' worth, or 1."""
+    unit = 16 // tensors[0].element_size()
+    for tensor in tensors:
+        if tensor.stride(0) % unit or tensor.stride(1) % unit or tensor.data_ptr() % 16:
+            return 1
+    return unit
+
+
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    scale: float,
+    causal: bool,
+    with_lse: bool,
+    blocks: Blocks | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Attention per sequence; zeros, and minus infinity in the log-sum-exps, where no sequence covers.
+
+    ``blocks`` overrides the table, for measurements.
+    """
+    tokens, heads, head_dim = q.shape
+    kv_heads, v_dim = v.shape[1], v.shape[2]
+    batch = cu_seqlens.shape[0] - 1
+    q, k, v = _columns_adjacent(q), _columns_adjacent(k), _columns_adjacent(v)
+    out = q.new_empty((tokens, heads, v_dim))
+    lse = q.new_empty((heads, tokens), dtype=torch.float32) if with_lse else None
+    if blocks is None:
+        blocks = block_table(q.element_size(), max(head_dim, v_dim), max_seqlen, _shared_bytes(q.device))
+    d0, d1 = split_width(head_dim)
+    dv0, dv1 = split_width(v_dim)
+    per_sequence = -(-max_seqlen // blocks.queries)
+    flat_blocks = tokens // blocks.queries + batch + 1
+    # Where most blocks of a rectangular grid would be empty, each block finds its sequence by bisection instead.
+    flat = per_sequence * (batch + 1) > 2 * flat_blocks
+    count = flat_blocks if flat else per_sequence
+    grid = heads * count if flat else heads * count * (batch + 1)
+    _load_kernels().attention_kernel[(grid,)](
+        q,
+        k,
+        v,
+        out,
+        out if lse is None else lse,
+        cu_seqlens.contiguous(),
+        flag_for(q.device),
+        tokens,
+        batch,
+        count,
+        max_seqlen,
+        q.stride(0),
+        q.stride(1),
+        k.stride(0),
+        k.stride(1),
+        v.stride(0),
+        v.stride(1),
+        scale * math.log2(math.e),
+        heads,
+        heads // kv_heads,
+        head_dim,
+        d0,
+        d1,
+        v_dim,
+        dv0,
+        dv1,
+        blocks.queries,
+        blocks.keys,
+        causal,
+        with_lse,
+        flat,
+        per_sequence
+        <= 2,  # short sequences: neighbours in memory together; long ones: one head's keys stay in L2
+        _alignment(q, k, v),
+        scale <= 0,
+        "ieee" if q.dtype == torch.float32 else "tf32",
+        int(Fault.ATTENTION_OFFSETS),
+        num_warps=blocks.warps,
+        num_stages=blocks.stages,
+    )
+    return out, lse
+
+
+def zero_tail(out: Tensor, cu_seqlens: Tensor, max_seqlen: int | None = None) -> None:
+    """Zero the rows from ``cu_seqlens[-1]`` on, in place and on the device.
+
+    Args:
+        out: Contiguous ``[tokens, heads, width]``.
+        cu_seqlens: int32 ``[batch + 1]``.
+        max_seqlen: If given, offsets that can't be right for it are recorded in the error flag.
+    """
+    _load_kernels().zero_tail_kernel[(_ZERO_PROGRAMS,)](
+        out,
+        cu_seqlens.contiguous(),
+        flag_for(out.device),
+        out.shape[0],
+        cu_seqlens.shape[0] - 1,
+        0 if max_seqlen is None else max_seqlen,
+        _ZERO_PROGRAMS,
+        out.shape[1] * out.shape[2],
+        _ZERO_BLOCK,
+        max_seqlen is not None,
+        int(Fault.ATTENTION_OFFSETS),
+        num_warps=4,
+    )
+
+
+@lru_cache(maxsize=1)
+def _package() -> Any:
+    def load() -> Any:
+        import triton
+
+        return triton
+
+    return import_package("triton", load)
+
+
+def _why_not(traits: Traits) -> str | None:
+    if traits.device.type != "cuda":
+        return f"it needs a GPU, and the tensors are on {traits.device.type}"
+    if traits.dtype not in DTYPES:
+        return f"it takes bfloat16, float16 and float32, not {traits.dtype}"
+    if max(traits.head_dim, traits.v_dim) > LARGEST_WIDTH:
+        return f"it takes widths up to {LARGEST_WIDTH}, not {max(traits.head_dim, traits.v_dim)}"
+    if torch.version.hip is None and torch.cuda.get_device_capability(traits.device) < (8, 0):
+        return "it needs compute capability 8.0 or more"
+    if _package() is None:
+        return "triton isn't installed"
+    return None
+
+
+BACKEND = AttentionBackend("triton", forward, _why_not, supports_gradient=True)

@@ -1,0 +1,284 @@
+"""Triton kernels of attention: a varlen forward, and the zeroing of rows that no sequence covers.
+
+Widths are split into two powers of two (72 and 80 as 64 + 16), not padded to the next one (128), so that the products do
+little work that is thrown away. Token and sequence counts and strides are run-time arguments; offsets into a tensor are
+64-bit. Key blocks that lie whole inside the sequence are read without masks; only the last ones are masked. Offsets that
+can't be right are clamped into the tensors, so that nothing outside is touched, and recorded in the error flag. Triton's
+language isn't Python's types, so this file isn't type-checked.
+"""
+# mypy: ignore-errors
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _load(
+    ptr, stride, rows, limit, START: tl.constexpr, PART: tl.constexpr, WIDTH: tl.constexpr, MASKED: tl.constexpr
+):
+    """Columns START to START + PART of the rows; columns from WIDTH on, and with MASKED rows from limit on, are zero."""
+    columns = START + tl.arange(0, PART)
+    ptrs = ptr + rows[:, None] * stride + columns[None, :]
+    if MASKED and START + PART > WIDTH:
+        return tl.load(ptrs, mask=(rows < limit)[:, None] & (columns < WIDTH)[None, :], other=0.0)
+    elif MASKED:
+        return tl.load(ptrs, mask=(rows < limit)[:, None], other=0.0)
+    elif START + PART > WIDTH:
+        return tl.load(ptrs, mask=(columns < WIDTH)[None, :], other=0.0)
+    else:
+        return tl.load(ptrs)
+
+
+@triton.jit
+def _step(
+    acc0,
+    acc1,
+    total,
+    top,
+    q0,
+    q1,
+    k_ptr,
+    v_ptr,
+    k_stride,
+    v_stride,
+    first,
+    first_query,
+    length,
+    scale,
+    D: tl.constexpr,
+    D0: tl.constexpr,
+    D1: tl.constexpr,
+    DV: tl.constexpr,
+    DV0: tl.constexpr,
+    DV1: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    MASKED: tl.constexpr,
+    SCALE_FIRST: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """One block of keys: the running output, sum and maximum of the softmax in base 2."""
+    rows = tl.arange(0, BLOCK_N)
+    limit = length - first
+    k_ptr += first.to(tl.int64) * k_stride
+    v_ptr += first.to(tl.int64) * v_stride
+    scores = tl.dot(
+        q0, tl.trans(_load(k_ptr, k_stride, rows, limit, 0, D0, D, MASKED)), input_precision=PRECISION
+    )
+    if D1 > 0:
+        k1 = _load(k_ptr, k_stride, rows, limit, D0, D1, D, MASKED)
+        scores = tl.dot(q1, tl.trans(k1), scores, input_precision=PRECISION)
+    if SCALE_FIRST:
+        scores = scores * scale
+        factor = 1.0
+    else:
+        factor = scale
+    if MASKED:
+        visible = (rows < limit)[None, :]
+        if CAUSAL:
+            queries = first_query + tl.arange(0, BLOCK_M)
+            visible = visible & (queries[:, None] >= first + rows[None, :])
+        scores = tl.where(visible, scores, float("-inf"))
+    new_top = tl.maximum(top, tl.max(scores, 1) * factor)
+    weights = tl.math.exp2(scores * factor - new_top[:, None])
+    shrink = tl.math.exp2(top - new_top)
+    total = total * shrink + tl.sum(weights, 1)
+    v0 = _load(v_ptr, v_stride, rows, limit, 0, DV0, DV, MASKED)
+    weights = weights.to(v0.dtype)
+    acc0 = tl.dot(weights, v0, acc0 * shrink[:, None], input_precision=PRECISION)
+    if DV1 > 0:
+        v1 = _load(v_ptr, v_stride, rows, limit, DV0, DV1, DV, MASKED)
+        acc1 = tl.dot(weights, v1, acc1 * shrink[:, None], input_precision=PRECISION)
+    return acc0, acc1, total, new_top
+
+
+@triton.jit
+def _store(ptr, stride, rows, limit, values, START: tl.constexpr, PART: tl.constexpr, WIDTH: tl.constexpr):
+    columns = START + tl.arange(0, PART)
+    ptrs = ptr + rows[:, None] * stride + columns[None, :]
+    tl.store(ptrs, values.to(ptr.dtype.element_ty), mask=(rows < limit)[:, None] & (columns < WIDTH)[None, :])
+
+
+@triton.jit
+def _record(flag_ptr, FAULT: tl.constexpr, row, value):
+    seen = tl.atomic_add(flag_ptr + 3 * FAULT, 1)
+    if seen == 0:
+        tl.store(flag_ptr + 3 * FAULT + 1, row.to(tl.int64))
+        tl.store(flag_ptr + 3 * FAULT + 2, value.to(tl.int64))
+
+
+@triton.jit
+def _find_sequence(cu_ptr, batch, block, BLOCK_M: tl.constexpr):
+    """The sequence that owns a block when sequence s owns those from ``cu[s] // BLOCK_M + s`` on; batch: the tail."""
+    low = 0
+    high = batch + 1
+    while high - low > 1:
+        middle = (low + high) // 2
+        inside = tl.load(cu_ptr + middle) // BLOCK_M + middle <= block
+        low = tl.where(inside, middle, low)
+        high = tl.where(inside, high, middle)
+    return low
+
+
+@triton.jit(do_not_specialize=["tokens", "batch", "blocks", "max_seqlen", "scale"])
+def attention_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    out_ptr,
+    lse_ptr,
+    cu_ptr,
+    flag_ptr,
+    tokens,
+    batch,
+    blocks,
+    max_seqlen,
+    q_stride,
+    q_head_stride,
+    k_stride,
+    k_head_stride,
+    v_stride,
+    v_head_stride,
+    scale,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    D0: tl.constexpr,
+    D1: tl.constexpr,
+    DV: tl.constexpr,
+    DV0: tl.constexpr,
+    DV1: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    WITH_LSE: tl.constexpr,
+    FLAT: tl.constexpr,
+    HEADS_FIRST: tl.constexpr,
+    ALIGN: tl.constexpr,
+    SCALE_FIRST: tl.constexpr,
+    PRECISION: tl.constexpr,
+    FAULT: tl.constexpr,
+):
+    pid = tl.program_id(0)
+    if FLAT:
+        head = pid // blocks
+        block = pid % blocks
+        sequence = _find_sequence(cu_ptr, batch, block, BLOCK_M)
+        block = block - (tl.load(cu_ptr + sequence) // BLOCK_M + sequence)
+        tail_step = tokens + BLOCK_M
+    else:
+        if HEADS_FIRST:
+            head = pid % HEADS
+            block = (pid // HEADS) % blocks
+        else:
+            head = (pid // blocks) % HEADS
+            block = pid % blocks
+        sequence = pid // (HEADS * blocks)
+        tail_step = blocks * BLOCK_M
+    OUT_STRIDE: tl.constexpr = HEADS * DV
+    out_ptr += head * DV
+    if sequence == batch:
+        offsets = tl.arange(0, BLOCK_M)
+        end = tl.minimum(tl.maximum(tl.load(cu_ptr + batch), 0), tokens)
+        for first in range(end + block * BLOCK_M, tokens, tail_step):
+            row_ptr = out_ptr + first.to(tl.int64) * OUT_STRIDE
+            _store(
+                row_ptr, OUT_STRIDE, offsets, tokens - first, tl.zeros([BLOCK_M, DV0], tl.float32), 0, DV0, DV
+            )
+            if DV1 > 0:
+                zeros = tl.zeros([BLOCK_M, DV1], tl.float32)
+                _store(row_ptr, OUT_STRIDE, offsets, tokens - first, zeros, DV0, DV1, DV)
+            if WITH_LSE:
+                lse_row = lse_ptr + head.to(tl.int64) * tokens + first + offsets
+                tl.store(lse_row, tl.full([BLOCK_M], float("-inf"), tl.float32), mask=offsets < tokens - first)
+        return
+    start = tl.load(cu_ptr + sequence)
+    end = tl.load(cu_ptr + sequence + 1)
+    if (head == 0) & (block == 0):
+        if (start < 0) | (end < start) | (end > tokens) | (end - start > max_seqlen):
+            _record(flag_ptr, FAULT, sequence, end - start)
+    start = tl.minimum(tl.maximum(start, 0), tokens)
+    length = tl.minimum(end, tokens) - start
+    first_query = block * BLOCK_M
+    if first_query >= length:
+        return
+
+    if ALIGN > 1:
+        q_stride = tl.multiple_of(q_stride, ALIGN)
+        k_stride = tl.multiple_of(k_stride, ALIGN)
+        v_stride = tl.multiple_of(v_stride, ALIGN)
+        q_head_stride = tl.multiple_of(q_head_stride, ALIGN)
+        k_head_stride = tl.multiple_of(k_head_stride, ALIGN)
+        v_head_stride = tl.multiple_of(v_head_stride, ALIGN)
+    origin = start.to(tl.int64)
+    first_row = origin + first_query
+    kv_head = (head // GROUP).to(tl.int64)
+    q_ptr += first_row * q_stride + head.to(tl.int64) * q_head_stride
+    k_ptr += origin * k_stride + kv_head * k_head_stride
+    v_ptr += origin * v_stride + kv_head * v_head_stride
+
+    rows = tl.arange(0, BLOCK_M)
+    limit = length - first_query
+    q0 = _load(q_ptr, q_stride, rows, limit, 0, D0, D, True)
+    q1 = q0
+    if D1 > 0:
+        q1 = _load(q_ptr, q_stride, rows, limit, D0, D1, D, True)
+    acc0 = tl.zeros([BLOCK_M, DV0], tl.float32)
+    acc1 = tl.zeros([BLOCK_M, DV1 if DV1 > 0 else 1], tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+
+    if CAUSAL:
+        last = tl.minimum(first_query + BLOCK_M, length)
+        whole = first_query // BLOCK_N * BLOCK_N
+    else:
+        last = length
+        whole = length // BLOCK_N * BLOCK_N
+    for first in range(0, whole, BLOCK_N):
+        acc0, acc1, total, top = _step(
+            acc0, acc1, total, top, q0, q1, k_ptr, v_ptr, k_stride, v_stride, first, first_query, length, scale,
+            D, D0, D1, DV, DV0, DV1, BLOCK_M, BLOCK_N, CAUSAL, False, SCALE_FIRST, PRECISION,
+        )  # fmt: skip
+    for first in range(whole, last, BLOCK_N):
+        acc0, acc1, total, top = _step(
+            acc0, acc1, total, top, q0, q1, k_ptr, v_ptr, k_stride, v_stride, first, first_query, length, scale,
+            D, D0, D1, DV, DV0, DV1, BLOCK_M, BLOCK_N, CAUSAL, True, SCALE_FIRST, PRECISION,
+        )  # fmt: skip
+
+    out_ptr += first_row * OUT_STRIDE
+    _store(out_ptr, OUT_STRIDE, rows, limit, acc0 / total[:, None], 0, DV0, DV)
+    if DV1 > 0:
+        _store(out_ptr, OUT_STRIDE, rows, limit, acc1 / total[:, None], DV0, DV1, DV)
+    if WITH_LSE:
+        sums = (top + tl.math.log2(total)) * 0.6931471805599453
+        tl.store(lse_ptr + head.to(tl.int64) * tokens + first_row + rows, sums, mask=rows < limit)
+
+
+@triton.jit(do_not_specialize=["tokens", "batch", "max_seqlen"])
+def zero_tail_kernel(
+    out_ptr,
+    cu_ptr,
+    flag_ptr,
+    tokens,
+    batch,
+    max_seqlen,
+    PROGRAMS: tl.constexpr,
+    ROW: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CHECK: tl.constexpr,
+    FAULT: tl.constexpr,
+):
+    pid = tl.program_id(0)
+    end = tl.minimum(tl.maximum(tl.load(cu_ptr + batch), 0), tokens).to(tl.int64)
+    stop = tokens.to(tl.int64) * ROW
+    for first in range(end * ROW + pid * BLOCK, stop, PROGRAMS * BLOCK):
+        columns = first + tl.arange(0, BLOCK)
+        zeros = tl.zeros([BLOCK], out_ptr.dtype.element_ty)
+        tl.store(out_ptr + columns, zeros, mask=columns < stop)
+    if CHECK:
+        for sequence in range(pid, batch, PROGRAMS):
+            low = tl.load(cu_ptr + sequence)
+            high = tl.load(cu_ptr + sequence + 1)
+            if (low < 0) | (high < low) | (high > tokens) | (high - low > max_seqlen):
+                _record(flag_ptr, FAULT, sequence, high - low)

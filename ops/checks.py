@@ -1,0 +1,228 @@
+"""The one place where arguments of the ops are checked: called by the fake kernels and by the real ones.
+
+What shapes, dtypes and devices can show is checked on any tensor, fake or real. What only values can show is checked
+where the values are on the host; kernels record it in the error flag otherwise.
+"""
+
+from typing import Any
+
+import torch
+
+from mmgraph.ops.errors import ArgumentError, CountMismatchError, DataError, GradientError
+
+_ID_DTYPES = (torch.int64, torch.int32)
+
+
+def _kind(tensor: torch.Tensor) -> str:
+    return f"{tensor.dtype} {list(tensor.shape)}"
+
+
+def refuse_gradients(op: str, remedy: str, *tensors: torch.Tensor) -> None:
+    """Raise GradientError if gradient mode is on and one of the tensors needs a gradient."""
+    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+        raise GradientError(f"{op} has no gradient but was given a tensor that requires one: {remedy}")
+
+
+def _check_matrix(op: str, name: str, tensor: torch.Tensor) -> None:
+    if tensor.dim() != 2 or not tensor.is_floating_point():
+        raise ArgumentError(f"{op}: {name} must be a floating-point matrix, got {_kind(tensor)}.")
+
+
+def _check_same_device(op: str, first: str, device: torch.device, **tensors: torch.Tensor) -> None:
+    for name, tensor in tensors.items():
+        if tensor.device != device:
+            raise ArgumentError(
+                f"{op}: all tensors must be on one device; {first} is on {device} and {name} on {tensor.device}."
+            )
+
+
+def _check_row_map(op: str, row_map: torch.Tensor, rows: Any) -> None:
+    if row_map.dim() != 1 or row_map.dtype != torch.int32:
+        raise ArgumentError(f"{op}: row_map must be a one-dimensional int32 tensor, got {_kind(row_map)}.")
+    if row_map.shape[0] != rows:
+        raise ArgumentError(f"{op}: row_map must have one entry per row, {rows}, got {row_map.shape[0]}.")
+
+
+def check_assemble(
+    input_ids: torch.Tensor, table: torch.Tensor, pool: torch.Tensor, row_map: torch.Tensor
+) -> None:
+    """Check ids ``[T]``, table ``[V, H]``, pool ``[R, H]`` and row map ``[T]``."""
+    op = "assemble_embeddings"
+    if input_ids.dim() != 1 or input_ids.dtype not in _ID_DTYPES:
+        raise ArgumentError(
+            f"{op}: input_ids must be a one-dimensional int32 or int64 tensor, got {_kind(input_ids)}; "
+            "flatten a batch first."
+        )
+    _check_matrix(op, "table", table)
+    _check_matrix(op, "pool", pool)
+    if pool.shape[1] != table.shape[1]:
+        raise ArgumentError(
+            f"{op}: pool rows must be as wide as table rows, {table.shape[1]}, got {pool.shape[1]}; "
+            "project the features first."
+        )
+    _check_row_map(op, row_map, input_ids.shape[0])
+    _check_same_device(op, "table", table.device, input_ids=input_ids, pool=pool, row_map=row_map)
+
+
+def check_assemble_out(
+    input_ids: torch.Tensor, table: torch.Tensor, pool: torch.Tensor, row_map: torch.Tensor, out: torch.Tensor
+) -> None:
+    """Check the inputs as ``check_assemble`` does, and ``out`` ``[T, H]`` in the table's dtype; refuse gradients."""
+    check_assemble(input_ids, table, pool, row_map)
+    op = "assemble_embeddings_out"
+    if out.dim() != 2 or out.shape[0] != input_ids.shape[0] or out.shape[1] != table.shape[1]:
+        raise ArgumentError(
+            f"{op}: out must have shape [{input_ids.shape[0]}, {table.shape[1]}], got {list(out.shape)}; "
+            "slice a larger buffer to the call's rows."
+        )
+    if out.dtype != table.dtype:
+        raise ArgumentError(f"{op}: out must have the table's dtype, {table.dtype}, got {out.dtype}.")
+    _check_same_device(op, "table", table.device, out=out)
+    refuse_gradients(op, "use assemble_embeddings, or call it under torch.no_grad().", table, pool, out)
+
+
+def check_no_overlap(out: torch.Tensor, **inputs: torch.Tensor) -> None:
+    """Raise ArgumentError if ``out`` covers memory of an input (real tensors only)."""
+    start, end = _span(out)
+    for name, tensor in inputs.items():
+        first, last = _span(tensor)
+        if start < last and first < end:
+            raise ArgumentError(
+                f"assemble_embeddings_out: out overlaps {name} in memory; give it memory of its own."
+            )
+
+
+def _span(tensor: torch.Tensor) -> tuple[int, int]:
+    start = tensor.data_ptr()
+    if tensor.numel() == 0:
+        return start, start
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return start, start + (last + 1) * tensor.element_size()
+
+
+def check_deepstack(hidden: torch.Tensor, pool: torch.Tensor, row_map: torch.Tensor, level: int) -> None:
+    """Check hidden ``[T, H]``, pool ``[R, levels * H]``, row map ``[T]`` and the level."""
+    op = "deepstack_add"
+    _check_matrix(op, "hidden", hidden)
+    _check_matrix(op, "pool", pool)
+    width, total = hidden.shape[1], pool.shape[1]
+    if width == 0 or total % width:
+        raise ArgumentError(f"{op}: pool width must be a multiple of hidden width {width}, got {total}.")
+    if not 0 <= level < total // width:
+        raise ArgumentError(f"{op}: level must be between 0 and {total // width - 1}, got {level}.")
+    _check_row_map(op, row_map, hidden.shape[0])
+    _check_same_device(op, "hidden", hidden.device, pool=pool, row_map=row_map)
+
+
+def check_merge(embeds: torch.Tensor, mask: torch.Tensor, features: torch.Tensor) -> None:
+    """Check embeds ``[T, H]``, mask bool ``[T]`` and features ``[n, H]``."""
+    op = "merge_embeddings"
+    _check_matrix(op, "embeds", embeds)
+    _check_matrix(op, "features", features)
+    if mask.dim() != 1 or mask.dtype != torch.bool:
+        raise ArgumentError(f"{op}: mask must be a one-dimensional bool tensor, got {_kind(mask)}.")
+    if mask.shape[0] != embeds.shape[0]:
+        raise ArgumentError(f"{op}: mask must have one entry per row, {embeds.shape[0]}, got {mask.shape[0]}.")
+    if features.shape[1] != embeds.shape[1]:
+        raise ArgumentError(
+            f"{op}: feature rows must be as wide as embeds rows, {embeds.shape[1]}, got {features.shape[1]}; "
+            "the same number of elements in another shape is not the same rows."
+        )
+    _check_same_device(op, "embeds", embeds.device, mask=mask, features=features)
+
+
+def check_count(placeholders: int, features: int) -> None:
+    """Raise CountMismatchError unless there is one feature row per placeholder."""
+    if placeholders != features:
+        raise CountMismatchError(
+            f"merge_embeddings: {placeholders} placeholders but {features} feature rows; "
+            "give exactly one feature row per placeholder."
+        )
+
+
+def check_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, max_seqlen: Any
+) -> None:
+    """Check q ``[T, heads, d]``, k ``[T, kv_heads, d]``, v ``[T, kv_heads, dv]``, the offsets and the longest length."""
+    op = "varlen_attention"
+    if q.dim() != 3 or k.dim() != 3 or v.dim() != 3:
+        raise ArgumentError(
+            f"{op}: q, k and v must have shape [tokens, heads, width], got {list(q.shape)}, {list(k.shape)} and "
+            f"{list(v.shape)}; flatten a batch first."
+        )
+    dtype = q.dtype
+    if not dtype.is_floating_point or k.dtype != dtype or v.dtype != dtype:
+        raise ArgumentError(
+            f"{op}: q, k and v must have one floating-point dtype, got {dtype}, {k.dtype} and {v.dtype}."
+        )
+    tokens, heads, width = q.shape
+    kv_tokens, kv_heads, kv_width = k.shape
+    if kv_tokens != tokens or v.shape[0] != tokens or v.shape[1] != kv_heads or kv_width != width:
+        raise ArgumentError(
+            f"{op}: q, k and v must agree in tokens, k and v in heads, q and k in width; got {list(q.shape)}, "
+            f"{list(k.shape)} and {list(v.shape)}."
+        )
+    if width == 0 or heads == 0 or kv_heads == 0 or v.shape[2] == 0:
+        raise ArgumentError(
+            f"{op}: heads and widths must be positive, got q {list(q.shape)} and v {list(v.shape)}."
+        )
+    if heads % kv_heads:
+        raise ArgumentError(f"{op}: heads ({heads}) must be a multiple of kv_heads ({kv_heads}).")
+    if cu_seqlens.dtype != torch.int32 or cu_seqlens.dim() != 1:
+        raise ArgumentError(
+            f"{op}: cu_seqlens must be a one-dimensional int32 tensor of batch + 1 offsets, got {_kind(cu_seqlens)}."
+        )
+    if isinstance(max_seqlen, int) and max_seqlen < 0:
+        raise ArgumentError(f"{op}: max_seqlen must not be negative, got {max_seqlen}.")
+    device = q.device
+    if k.device != device or v.device != device or cu_seqlens.device != device:
+        raise ArgumentError(
+            f"{op}: q, k, v and cu_seqlens must be on one device, got {device}, {k.device}, {v.device} and "
+            f"{cu_seqlens.device}."
+        )
+
+
+def check_max_seqlen_type(max_seqlen: Any) -> None:
+    """Raise ArgumentError unless ``max_seqlen`` is a Python int (or a traced one)."""
+    if isinstance(max_seqlen, torch.Tensor):
+        raise ArgumentError(
+            "varlen_attention: max_seqlen must be a Python int, got a tensor: reading it would synchronise with the "
+            "device. Keep the lengths on the host and pass their maximum."
+        )
+    if isinstance(max_seqlen, bool) or not isinstance(max_seqlen, (int, torch.SymInt)):
+        raise ArgumentError(
+            f"varlen_attention: max_seqlen must be a Python int, got {type(max_seqlen).__name__}."
+        )
+
+
+def check_offsets(cu_seqlens: torch.Tensor, tokens: int, max_seqlen: int) -> list[int]:
+    """The offsets of a CPU tensor as a list, after checking their content.
+
+    Raises:
+        ArgumentError: There is no offset at all.
+        DataError: They don't start at 0, decrease, pass the tokens, or one length passes ``max_seqlen``.
+    """
+    if cu_seqlens.shape[0] == 0:
+        raise ArgumentError(
+            "varlen_attention: cu_seqlens must have batch + 1 entries, got none; no sequence is [0]."
+        )
+    offsets: list[int] = cu_seqlens.tolist()
+    if offsets[0] != 0:
+        raise DataError(f"varlen_attention: cu_seqlens must start at 0, got {offsets[0]}.")
+    longest = 0
+    for index in range(1, len(offsets)):
+        length = offsets[index] - offsets[index - 1]
+        if length < 0:
+            raise DataError(
+                f"varlen_attention: cu_seqlens must not decrease, got {offsets[index - 1]} then {offsets[index]} "
+                f"at entry {index}."
+            )
+        longest = max(longest, length)
+    if offsets[-1] > tokens:
+        raise DataError(f"varlen_attention: cu_seqlens ends at {offsets[-1]} but there are {tokens} tokens.")
+    if longest > max_seqlen:
+        raise DataError(
+            f"varlen_attention: the longest sequence has {longest} tokens but max_seqlen is {max_seqlen}; "
+            "pass at least the longest length."
+        )
+    return offsets

@@ -1,0 +1,65 @@
+"""One library, one way in: an op is defined with its schema and fake kernel, then implemented, then differentiated.
+
+``torch.library.Library`` with explicit schemas is used rather than ``torch.library.custom_op`` because a call through
+it costs about a third (4.5 us against 12.1 us, H200, torch 2.11), and because the schema says ``SymInt`` for every
+integer that varies, without which each value recompiles the caller's graph.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+
+NAMESPACE = "mmgraph"
+LIBRARY = torch.library.Library(NAMESPACE, "DEF")
+
+# Inputs reach the kernels with the strides that the caller gave them: a packed qkv view stays a view, and what the
+# fake kernel saw is what the real one gets.
+_TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
+
+
+@dataclass(frozen=True, slots=True)
+class OpSpec:
+    """An op's name, the rest of its schema, and its fake kernel.
+
+    Attributes:
+        name: The name without its namespace.
+        signature: Arguments and returns, as in ``"(Tensor x, SymInt n) -> Tensor"``.
+        fake: Gives outputs of the right shape, dtype, device and strides from fake inputs.
+    """
+
+    name: str
+    signature: str
+    fake: Callable[..., Any]
+
+
+def define(spec: OpSpec) -> None:
+    """Define the op and register its fake kernel."""
+    LIBRARY.define(spec.name + spec.signature, tags=_TAGS)
+    torch.library.register_fake(f"{NAMESPACE}::{spec.name}", spec.fake, lib=LIBRARY)
+
+
+def implement(name: str, *, cpu: Callable[..., Any], cuda: Callable[..., Any]) -> None:
+    """Give a defined op its CPU implementation, the reference, and its CUDA implementation."""
+    LIBRARY.impl(name, cpu, "CPU")
+    LIBRARY.impl(name, cuda, "CUDA")
+
+
+def differentiate(name: str, backward: Callable[..., Any], setup_context: Callable[..., None]) -> None:
+    """Give a defined op its gradient.
+
+    Args:
+        name: The op.
+        backward: From context and output gradients to one gradient (or None) per input; calls only ops.
+        setup_context: Saves what ``backward`` needs: ``setup_context(ctx, inputs, output)``.
+    """
+    torch.library.register_autograd(f"{NAMESPACE}::{name}", backward, setup_context=setup_context, lib=LIBRARY)
+
+
+def overload(name: str) -> OpOverload:
+    """The callable of an op that is defined: ``torch.ops.mmgraph.<name>.default``."""
+    packet = getattr(getattr(torch.ops, NAMESPACE), name)
+    found: OpOverload = packet.default
+    return found

@@ -1,0 +1,167 @@
+"""Every schema and fake kernel of ``mmgraph``'s ops.
+
+Outputs are fresh and contiguous whatever the inputs' strides, for every backend. ``SymInt`` marks each integer that
+changes from batch to batch. An op whose name ends in ``_autograd`` (and ``varlen_attention_lse``) is the one with a
+gradient; its twin without the suffix has none and is cheaper to call.
+"""
+
+from typing import Any
+
+import torch
+
+from mmgraph.ops import checks
+from mmgraph.ops.registration import OpSpec, define
+
+Tensor = torch.Tensor
+
+
+def _fake_assemble(input_ids: Tensor, table: Tensor, pool: Tensor, row_map: Tensor, strict: bool) -> Tensor:
+    checks.check_assemble(input_ids, table, pool, row_map)
+    return table.new_empty((input_ids.shape[0], table.shape[1]))
+
+
+def _fake_assemble_out(
+    input_ids: Tensor, table: Tensor, pool: Tensor, row_map: Tensor, strict: bool, *, out: Tensor
+) -> None:
+    checks.check_assemble_out(input_ids, table, pool, row_map, out)
+
+
+def _fake_assemble_backward(
+    grad: Tensor,
+    input_ids: Tensor,
+    row_map: Tensor,
+    vocab: Any,
+    pool_rows: Any,
+    table_dtype: torch.dtype,
+    pool_dtype: torch.dtype,
+    need_table: bool,
+    need_pool: bool,
+) -> tuple[Tensor, Tensor]:
+    width = grad.shape[1]
+    return (
+        grad.new_empty((vocab if need_table else 0, width), dtype=table_dtype),
+        grad.new_empty((pool_rows if need_pool else 0, width), dtype=pool_dtype),
+    )
+
+
+def _fake_merge(embeds: Tensor, mask: Tensor, features: Tensor, num_placeholders: Any) -> Tensor:
+    checks.check_merge(embeds, mask, features)
+    return embeds.new_empty(embeds.shape)
+
+
+def _fake_merge_backward(
+    grad: Tensor, mask: Tensor, num_features: Any, features_dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    return grad.new_empty(grad.shape), grad.new_empty((num_features, grad.shape[1]), dtype=features_dtype)
+
+
+def _fake_deepstack(hidden: Tensor, pool: Tensor, row_map: Tensor, level: int) -> Tensor:
+    checks.check_deepstack(hidden, pool, row_map, level)
+    return hidden.new_empty(hidden.shape)
+
+
+def _fake_deepstack_backward(
+    grad: Tensor, row_map: Tensor, level: int, pool_rows: Any, pool_width: int, pool_dtype: torch.dtype
+) -> Tensor:
+    return grad.new_empty((pool_rows, pool_width), dtype=pool_dtype)
+
+
+def _fake_attention(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: Any, scale: float | None, causal: bool
+) -> Tensor:
+    checks.check_attention(q, k, v, cu_seqlens, max_seqlen)
+    return q.new_empty((q.shape[0], q.shape[1], v.shape[2]))
+
+
+def lse_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which log-sum-exps of a given input dtype are kept."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _fake_attention_lse(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: Any,
+    scale: float | None,
+    causal: bool,
+    backend: str,
+) -> tuple[Tensor, Tensor]:
+    out = _fake_attention(q, k, v, cu_seqlens, max_seqlen, scale, causal)
+    return out, q.new_empty((q.shape[1], q.shape[0]), dtype=lse_dtype(q.dtype))
+
+
+def _fake_attention_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: Any,
+    scale: float | None,
+    causal: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+_ASSEMBLE = "(Tensor input_ids, Tensor table, Tensor pool, Tensor row_map, bool strict) -> Tensor"
+_MERGE = "(Tensor embeds, Tensor mask, Tensor features, SymInt? num_placeholders) -> Tensor"
+_DEEPSTACK = "(Tensor hidden, Tensor pool, Tensor row_map, int level) -> Tensor"
+_ATTENTION_ARGUMENTS = (
+    "Tensor q, Tensor k, Tensor v, Tensor cu_seqlens, SymInt max_seqlen, float? scale, bool causal"
+)
+_ATTENTION = f"({_ATTENTION_ARGUMENTS}) -> Tensor"
+
+_SPECS = (
+    OpSpec("assemble_embeddings", _ASSEMBLE, _fake_assemble),
+    OpSpec("assemble_embeddings_autograd", _ASSEMBLE, _fake_assemble),
+    OpSpec(
+        "assemble_embeddings_out",
+        "(Tensor input_ids, Tensor table, Tensor pool, Tensor row_map, bool strict, *, Tensor(a!) out) -> ()",
+        _fake_assemble_out,
+    ),
+    OpSpec(
+        "assemble_embeddings_backward",
+        "(Tensor grad, Tensor input_ids, Tensor row_map, SymInt vocab, SymInt pool_rows, ScalarType table_dtype, "
+        "ScalarType pool_dtype, bool need_table, bool need_pool) -> (Tensor, Tensor)",
+        _fake_assemble_backward,
+    ),
+    OpSpec("merge_embeddings", _MERGE, _fake_merge),
+    OpSpec("merge_embeddings_autograd", _MERGE, _fake_merge),
+    OpSpec(
+        "merge_embeddings_backward",
+        "(Tensor grad, Tensor mask, SymInt num_features, ScalarType features_dtype) -> (Tensor, Tensor)",
+        _fake_merge_backward,
+    ),
+    OpSpec("deepstack_add", _DEEPSTACK, _fake_deepstack),
+    OpSpec("deepstack_add_autograd", _DEEPSTACK, _fake_deepstack),
+    OpSpec(
+        "deepstack_add_backward",
+        "(Tensor grad, Tensor row_map, int level, SymInt pool_rows, int pool_width, ScalarType pool_dtype) -> Tensor",
+        _fake_deepstack_backward,
+    ),
+    OpSpec("varlen_attention", _ATTENTION, _fake_attention),
+    OpSpec(
+        "varlen_attention_lse",
+        f"({_ATTENTION_ARGUMENTS}, str backend) -> (Tensor, Tensor)",
+        _fake_attention_lse,
+    ),
+    OpSpec(
+        "varlen_attention_backward",
+        "(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor cu_seqlens, SymInt max_seqlen, "
+        "float? scale, bool causal) -> (Tensor, Tensor, Tensor)",
+        _fake_attention_backward,
+    ),
+)
+
+
+def attention_backend_spec(name: str) -> OpSpec:
+    """The spec of one backend's own op, ``attn_<name>``."""
+    return OpSpec(f"attn_{name}", _ATTENTION, _fake_attention)
+
+
+for _spec in _SPECS:
+    define(_spec)
