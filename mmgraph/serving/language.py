@@ -101,7 +101,7 @@ class LanguageModel:
         self._inv_freq = rotary.inv_freq.detach().to("cpu", torch.float32).numpy().copy()
 
     def rotary(self, positions: Ints) -> tuple[Tensor, Tensor]:
-        """Cosine and sine for ``[3, tokens]`` positions, each ``[tokens, head_dim // 2]`` beside the weights."""
+        """Cosine and sine for ``[3, tokens]`` positions, ``[tokens, head_dim // 2]`` beside the weights."""
         cos, sin = text_rotary(
             positions, inv_freq=self._inv_freq, sections=self._sections, scaling=self._scaling
         )
@@ -220,7 +220,7 @@ class LanguageModel:
 
 
 def _packed_attention(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float) -> Tensor:
-    """``[tokens, heads, d]`` over ``[context, kv_heads, d]`` under a mask ``[tokens, context]``, heads flattened."""
+    """``[tokens, heads, d]`` over ``[context, kv_heads, d]``, mask ``[tokens, context]``, heads flattened."""
     tokens, heads, width = q.shape
     kv_heads = keys.shape[1]
     group = heads // kv_heads

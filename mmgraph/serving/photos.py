@@ -74,9 +74,10 @@ def packaged_photos(limit: int | None = None) -> list[Photo]:
     paths = [(package, roots[package] / folder / file) for package, folder, file in _PACKAGED]
     photos = [_read(path, package) for package, path in [p for p in paths if p[1].is_file()][:limit]]
     if not photos:
+        places = ", ".join(str(root) for root in roots.values())
         raise PhotoError(
-            f"none of the known photos is in {', '.join(str(r) for r in roots.values())}: the installed packages "
-            "hold no data files; reinstall scikit-image and scikit-learn from their wheels, or use --images DIR"
+            f"none of the known photos is in {places}: the packages there hold no data files; "
+            "reinstall scikit-image and scikit-learn from their wheels, or use --images DIR"
         )
     return photos
 

@@ -1,4 +1,4 @@
-"""Host side of a step of the language model: the slots, owners and places of its tokens, moved to the device."""
+"""Host side of a step of the language model: slots, owners and places of its tokens, moved to the device."""
 
 from __future__ import annotations
 

@@ -1,0 +1,162 @@
+"""The loop itself: prompts to embeddings to a filled cache to greedy tokens, by functions that are eager or captured.
+
+One pass serves the whole batch: per prefill step plan, encode, assemble, prefill; then the decode steps of all
+requests together. The same code runs eagerly and captured; only the three functions differ.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mmgraph.embedder import EncoderSpec, MultimodalEmbedder
+from mmgraph.inputs import MultimodalDataItem, MultimodalForwardContext, MultimodalInputs, pad_input_tokens
+from mmgraph.modality import Modality
+from mmgraph.serving.language import KeyValueCache, LanguageFunction, LanguageModel
+from mmgraph.serving.requests import Chunk, Request, schedule
+from mmgraph.serving.steps import SlotMap, decode_inputs, prefill_inputs
+from mmgraph.serving.tower import BlocksFunction, VisionTower
+
+PHASES = ("plan", "encode", "assemble", "prefill", "decode")
+
+
+@dataclass(frozen=True)
+class Functions:
+    """What a pass calls: the plain functions, or capture managers around them."""
+
+    blocks: BlocksFunction
+    prefill: LanguageFunction
+    decode: LanguageFunction
+
+
+@dataclass(frozen=True, eq=False)
+class PassResult:
+    """What a pass made.
+
+    Attributes:
+        seconds: Time of each phase; the device is waited for at the end of each.
+        embeds: The embeddings of each prefill step, ``[tokens, hidden]``.
+        deep: The deepstack rows of each prefill step, ``[rows, levels * hidden]``.
+        logits: ``[steps + 1, requests, vocabulary]``: after the prompt, then after each decode step.
+        tokens: int64 ``[steps + 1, requests]``, greedy.
+        images_used: Images in all prompts.
+        images_encoded: Images that went through the tower.
+        encode_calls: Calls of the tower.
+    """
+
+    seconds: dict[str, float]
+    embeds: list[Tensor]
+    deep: list[Tensor]
+    logits: Tensor
+    tokens: Tensor
+    images_used: int
+    images_encoded: int
+    encode_calls: int
+
+
+@dataclass
+class _Clock:
+    """Adds up the time of phases, waiting for the device at the end of each."""
+
+    device: torch.device
+    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
+
+    def settle(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self.settle()
+        self.seconds[name] += time.perf_counter() - start
+
+
+class ServingLoop:
+    """A model, a batch of requests and a cache, ready for any number of passes.
+
+    Args:
+        model: transformers' ``Qwen3VLForConditionalGeneration``.
+        requests: The batch.
+        budget: Tokens of a prefill step.
+        decode_steps: Greedy steps after the prompts, zero or more.
+        backend: The tower's attention backend by name, or None for the library's choice.
+    """
+
+    def __init__(
+        self, model: Any, requests: Sequence[Request], *, budget: int, decode_steps: int, backend: str | None = None
+    ) -> None:
+        weight = model.lm_head.weight
+        self.device: torch.device = weight.device
+        self.requests = list(requests)
+        self.decode_steps = decode_steps
+        self.slots = SlotMap.for_lengths([len(r.ids) + decode_steps for r in requests])
+        self.cache = KeyValueCache.create(
+            model.config.text_config, self.slots.slots, device=weight.device, dtype=weight.dtype
+        )
+        self.tower = VisionTower(model.model.visual, backend=backend)
+        self.language = LanguageModel(model, self.cache)
+        self.schedule = schedule([len(r.ids) for r in requests], budget)
+        self._embedding = model.model.language_model.embed_tokens
+        self._layout = _DeepstackLayout(self.tower)
+        self._hashes: dict[int, int | str | bytes] = {}
+
+    def eager(self) -> Functions:
+        """The plain functions."""
+        return Functions(self.tower.forward_blocks, self.language.prefill, self.language.decode)
+
+    @torch.no_grad()
+    def run(self, functions: Functions, *, forced: Tensor | None = None) -> PassResult:
+        """Serve the batch once, from an empty cache and with nothing encoded.
+
+        Args:
+            functions: What to call.
+            forced: int64 ``[steps + 1, requests]``, tokens to decode with in place of the pass's own, so that passes
+                can be compared step by step. The result's tokens are the pass's own either way.
+        """
+        self.cache.reset()
+        encoder = _Encoder(self.tower, functions.blocks)
+        embedder = MultimodalEmbedder()
+        media = [self._media(request) for request in self.requests]
+        ids = [pad_input_tokens(list(r.ids), m) for r, m in zip(self.requests, media, strict=True)]
+        clock = _Clock(self.device)
+        clock.settle()
+        embeds: list[Tensor] = []
+        deep: list[Tensor] = []
+        first: list[Tensor | None] = [None] * len(self.requests)
+        for chunks in self.schedule:
+            rows, pool, deep_rows = self._embed(chunks, ids, media, embedder, encoder, clock)
+            embeds.append(rows)
+            deep.append(pool)
+            with clock.phase("prefill"):
+                inputs = prefill_inputs(
+                    self.language, self.requests, chunks, self.slots, embeds=rows, deep_pool=pool, deep_rows=deep_rows
+                )
+                logits = functions.prefill(**inputs)["logits"]
+            for row, chunk in enumerate(chunks):
+                if chunk.prefix + chunk.count == len(self.requests[chunk.request].ids):
+                    first[chunk.request] = logits[row]
+        steps = [torch.stack([one for one in first if one is not None])]
+        with clock.phase("decode"):
+            for step in range(self.decode_steps):
+                tokens = steps[-1].argmax(-1) if forced is None else forced[step]
+                inputs = decode_inputs(self.language, self.requests, self.slots, ids=tokens, step=step)
+                steps.append(functions.decode(**inputs)["logits"])
+        stacked = torch.stack(steps)
+        return PassResult(
+            seconds=clock.seconds,
+            embeds=embeds,
+            deep=deep,
+            logits=stacked,
+            tokens=stacked.argmax(-1),
+            images_used=sum(len(r.images) for r in self.requests),
+            images_encoded=encoder.images,
+            encode_calls=encoder.calls,
+        )

@@ -1,0 +1,137 @@
+"""The report of ``mmgraph run`` as tables for a terminal."""
+
+from __future__ import annotations
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from mmgraph.serving.report import GraphUse, RunReport
+
+
+def show(report: RunReport, console: Console) -> None:
+    """Print the report.
+
+    Args:
+        report: What a run found.
+        console: Where to print.
+    """
+    env, model = report.environment, report.model
+    console.print(f"[bold]{model['name']}[/bold], {model['weights']}, {model['parameters'] / 1e6:,.1f} M parameters")
+    console.print(
+        f"{env['device_name']}, {env['dtype']}, torch {env['torch']}, tower attention: {env['attention']}, "
+        f"seed {report.settings['seed']}"
+    )
+    console.print(_requests(report))
+    console.print(_phases(report))
+    console.print(_graphs(report))
+    console.print(_differences(report))
+    console.print(_memory_line(report))
+    for note in report.notes:
+        console.print(f"[dim]{note}[/dim]")
+    tokens = report.tokens
+    if tokens.equal:
+        console.print(f"greedy tokens: all {tokens.compared} equal")
+    else:
+        console.print(
+            f"greedy tokens: {tokens.different} of {tokens.compared} differ, {tokens.ties} of them ties within the "
+            "tolerance"
+        )
+    verdict = "[bold green]eager and captured agree[/bold green]"
+    console.print(verdict if report.ok else "[bold red]eager and captured differ beyond the tolerance[/bold red]")
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left")
+    for number, column in enumerate(columns):
+        table.add_column(column, justify="left" if number == 0 else "right")
+    return table
+
+
+def _requests(report: RunReport) -> Table:
+    title = (
+        f"{len(report.requests)} requests, {report.images_used} images in them, {report.images_encoded} encoded, "
+        f"prefill steps of at most {report.settings['budget']} tokens"
+    )
+    table = _table(title, "request", "tokens", "photos", "patches", "chunks")
+    for number, request in enumerate(report.requests):
+        images = request["images"]
+        table.add_row(
+            f"{number} {request['kind']}",
+            str(request["tokens"]),
+            ", ".join(image["name"] for image in images) or "-",
+            ", ".join("x".join(str(n) for n in image["grid"][1:]) for image in images) or "-",
+            " + ".join(str(count) for count in request["chunks"]),
+        )
+    return table
+
+
+def _phases(report: RunReport) -> Table:
+    table = _table(
+        f"time of the whole batch, median of {report.settings['passes']} passes, device waited for after each phase",
+        "phase",
+        "eager",
+        "captured",
+        "eager / captured",
+    )
+    total = [sum(p.eager for p in report.phases), sum(p.captured for p in report.phases)]
+    rows = [(p.name, p.eager, p.captured) for p in report.phases]
+    for name, eager, captured in [*rows, ("all", *total)]:
+        ratio = f"{eager / captured:.2f}" if captured else "-"
+        table.add_row(name, f"{eager * 1e3:.2f} ms", f"{captured * 1e3:.2f} ms", ratio)
+    return table
+
+
+def _graphs(report: RunReport) -> Table:
+    backend = report.graphs[0].report.backend if report.graphs else "none"
+    title = f"graphs ({backend})"
+    if report.graphs:
+        title += f", calls of {report.graphs[0].passes} captured passes"
+    table = _table(title, "function", "buckets", "precompile", "hit", "missed", "padding", "static", "pool")
+    for use in report.graphs:
+        table.add_row(
+            use.name,
+            f"{_used(use)} of {len(use.report.buckets)} used",
+            f"{use.precompile_seconds:.2f} s",
+            str(use.report.hits),
+            str(use.missed),
+            f"{use.padding:.0%}",
+            size(use.report.static_bytes),
+            size(use.report.pool_bytes),
+        )
+    return table
+
+
+def _used(use: GraphUse) -> int:
+    return sum(1 for bucket in use.report.buckets if bucket.hits)
+
+
+def _differences(report: RunReport) -> Table:
+    table = _table("largest difference, eager against captured", "values", "absolute", "relative", "allowed", "")
+    for d in report.differences:
+        mark = "[green]ok[/green]" if d.ok else "[red]too large[/red]"
+        table.add_row(d.name, f"{d.absolute:.3g}", f"{d.relative:.3g}", f"{d.allowed:.3g}", mark)
+    table.caption = f"allowed: {report.tolerance_rule}"
+    table.caption_justify = "left"
+    return table
+
+
+def _memory_line(report: RunReport) -> str:
+    m = report.memory
+    line = (
+        f"memory: weights {size(m.weights)}, key-value cache {size(m.cache)}, static buffers {size(m.static)}, "
+        f"graph pools {size(m.pool)}"
+    )
+    if m.peak_eager is not None and m.peak_captured is not None:
+        line += f", peak eager {size(m.peak_eager)}, peak captured {size(m.peak_captured)}"
+    return line
+
+
+def size(count: int) -> str:
+    """Bytes in words, such as ``12.0 MiB``."""
+    number = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if number < 1024 or unit == "GiB":
+            break
+        number /= 1024
+    return f"{number:.0f} B" if unit == "B" else f"{number:.1f} {unit}"
