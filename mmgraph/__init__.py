@@ -9,6 +9,11 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from mmgraph.embedder import DeepstackRows as DeepstackRows
+    from mmgraph.embedder import EmbedResult as EmbedResult
+    from mmgraph.embedder import EncoderSpec as EncoderSpec
+    from mmgraph.embedder import MultimodalEmbedder as MultimodalEmbedder
+    from mmgraph.embedder import VisionEmbedder as VisionEmbedder
     from mmgraph.errors import MultimodalError as MultimodalError
     from mmgraph.hashing import content_hash as content_hash
     from mmgraph.hashing import pad_value_for_hash as pad_value_for_hash
@@ -23,6 +28,11 @@ if TYPE_CHECKING:
     from mmgraph.planning import build_plan as build_plan
 
 _HOMES = {
+    "DeepstackRows": "mmgraph.embedder",
+    "EmbedResult": "mmgraph.embedder",
+    "EncoderSpec": "mmgraph.embedder",
+    "MultimodalEmbedder": "mmgraph.embedder",
+    "VisionEmbedder": "mmgraph.embedder",
     "MultimodalError": "mmgraph.errors",
     "content_hash": "mmgraph.hashing",
     "pad_value_for_hash": "mmgraph.hashing",

@@ -38,7 +38,11 @@ class AliasError(MultimodalError, ValueError):
 
 
 class MissingEncoderError(MultimodalError, ValueError):
-    """The plan needs an encoder that the call didn't give, or one of the wrong kind."""
+    """The plan needs an encoder that the call didn't give, for an item to encode."""
+
+
+class EncoderSpecError(MultimodalError, ValueError):
+    """An encoder, or the model beside it, isn't what the embedder can call."""
 
 
 class MissingFeatureError(MultimodalError, ValueError):

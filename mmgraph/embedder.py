@@ -1,0 +1,377 @@
+"""The embedder: plan, encode, assemble, each callable and timed on its own.
+
+Promises: ``apply`` raises on a failure and ``apply_result`` can set the failing requests aside; either way
+every item is left usable: encoded with its feature dropped, or as it was, so that a call can be tried again.
+"""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+
+from mmgraph.assembling import DeepstackRows, TextEmbedding, TextRows, assemble, check_input_ids
+from mmgraph.encoding import Encoders, EncoderSpec, ModalityEncoder, find_problems, settled_specs
+from mmgraph.errors import EncoderSpecError, MultimodalError
+from mmgraph.inputs import FeatureHandle, MultimodalDataItem, MultimodalForwardContext
+from mmgraph.modality import Modality
+from mmgraph.planning import EncodePlan, build_plan
+from mmgraph.staging import FeatureMover, settled
+from mmgraph.timing import EmbedTiming, PhaseRecorder
+
+__all__ = ["DeepstackRows", "EmbedResult", "EncoderSpec", "MultimodalEmbedder", "VisionEmbedder"]
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class EmbedResult:
+    """What ``apply_result`` gives.
+
+    Attributes:
+        embeds: ``[T, hidden]``, or None where the caller takes its text path.
+        kwargs: Keywords for the language model.
+        failed: The error of each request that was set aside, by index; its rows in ``embeds`` are text look-ups
+            only and not to be used.
+    """
+
+    embeds: torch.Tensor | None
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    failed: dict[int, MultimodalError] = field(default_factory=dict)
+
+
+class MultimodalEmbedder:
+    """Turns a flat batch with media into the language model's input embeddings.
+
+    Args:
+        strict: Text ids outside the vocabulary are errors: on a CPU at once, on a device in the flag that
+            ``mmgraph.ops.check_errors`` reads. Otherwise the nearest row is taken.
+        timing: Measure each call, keep the figures in ``last_timing`` and log them; synchronises the device.
+
+    Attributes:
+        last_timing: The figures of the last call that was measured, or None.
+    """
+
+    def __init__(self, *, strict: bool = False, timing: bool = False) -> None:
+        self.strict = strict
+        self.timing = timing
+        self.last_timing: EmbedTiming | None = None
+        self._mover = FeatureMover()
+
+    def apply(
+        self,
+        input_ids: torch.Tensor,
+        text_embedding: TextEmbedding,
+        ctx: MultimodalForwardContext | None,
+        encoders: Encoders | None,
+        multimodal_model: Any = None,
+        is_decode_or_idle: bool = False,
+    ) -> tuple[torch.Tensor | None, dict[str, Any]]:
+        """Embed a batch.
+
+        Args:
+            input_ids: int32 or int64 ``[T]``: the chunks of the prefill requests in order, then decode rows.
+                Ids at items' positions may be anything.
+            text_embedding: A module, called as it is where it does more than look up; a table; or a function.
+            ctx: The batch's media; None for text only.
+            encoders: An :class:`EncoderSpec`, or a function of a list of items, by modality.
+            multimodal_model: For deepstack, has ``separate_deepstack_embeds`` and ``deepstack_visual_indexes``.
+            is_decode_or_idle: The batch has no prefill request.
+
+        Returns:
+            Embeddings ``[T, hidden]`` in the embedding's dtype, and keywords for the language model:
+            ``input_deepstack_embeds`` ``[T, hidden * levels]``, or ``deepstack_rows``, a
+            :class:`DeepstackRows`, where an encoder with deepstack takes part. ``(None, {})`` where no item is
+            touched.
+
+        Raises:
+            MultimodalError: One of its subclasses says what was wrong; its ``request`` says whose, where it is
+                one's.
+        """
+        result = self.apply_result(
+            input_ids, text_embedding, ctx, encoders, multimodal_model, is_decode_or_idle
+        )
+        return result.embeds, result.kwargs
+
+    def apply_result(
+        self,
+        input_ids: torch.Tensor,
+        text_embedding: TextEmbedding,
+        ctx: MultimodalForwardContext | None,
+        encoders: Encoders | None,
+        multimodal_model: Any = None,
+        is_decode_or_idle: bool = False,
+        *,
+        on_error: Literal["raise", "isolate"] = "raise",
+    ) -> EmbedResult:
+        """Embed a batch, and set failing requests aside where asked.
+
+        Args:
+            input_ids: As in :meth:`apply`.
+            text_embedding: As in :meth:`apply`.
+            ctx: As in :meth:`apply`.
+            encoders: As in :meth:`apply`.
+            multimodal_model: As in :meth:`apply`.
+            is_decode_or_idle: As in :meth:`apply`.
+            on_error: "isolate": a request whose items can't be planned, encoded or used is named in ``failed``
+                and the others are embedded; where an encoder fails on a batch, it is called again for each
+                item, to find which. Errors of the batch as a whole are raised all the same.
+
+        Returns:
+            Embeddings, keywords and the failed requests.
+
+        Raises:
+            MultimodalError: As in :meth:`apply`.
+        """
+        if on_error not in ("raise", "isolate"):
+            raise EncoderSpecError(f"on_error must be 'raise' or 'isolate', got {on_error!r}")
+        if is_decode_or_idle or ctx is None:
+            return EmbedResult(None)
+        check_input_ids(input_ids)
+        recorder = self._recorder(input_ids.device)
+        isolate = on_error == "isolate"
+        failed: dict[int, MultimodalError] = {}
+        try:
+            with recorder.phase("plan"):
+                plan = _plan(ctx, input_ids.shape[0], failed if isolate else None)
+            if not plan:
+                return EmbedResult(None, {}, failed)
+            specs = settled_specs(encoders)
+            text = TextRows(input_ids, text_embedding, strict=self.strict)
+            with recorder.phase("assemble"):
+                width = text.width(plan)
+            failures = self._encode(
+                plan, specs, multimodal_model, width, input_ids.device, recorder, isolate=isolate
+            )
+            if failures:
+                for item, error in failures.items():
+                    failed.update(dict.fromkeys(plan.requests_of(item), error))
+                plan = plan.without_requests(failed)
+                if not plan:
+                    return EmbedResult(None, {}, failed)
+            with recorder.phase("assemble"):
+                embeds, kwargs = assemble(plan, text, specs, multimodal_model, self._mover)
+            _count_plan(recorder, plan)
+            return EmbedResult(embeds, kwargs, failed)
+        finally:
+            self._keep_timing(recorder)
+
+    def plan(self, ctx: MultimodalForwardContext, num_tokens: int) -> EncodePlan:
+        """Plan a batch: the first phase alone; see :func:`mmgraph.planning.build_plan`.
+
+        Args:
+            ctx: The batch.
+            num_tokens: Rows of ``input_ids``.
+
+        Returns:
+            The plan; ``dataclasses.replace`` it with fewer ``misses_by_modality`` to encode within a budget.
+
+        Raises:
+            MultimodalError: Lengths, offsets or aliases are wrong.
+        """
+        recorder = self._recorder(torch.device("cpu"))
+        with recorder.phase("plan"):
+            plan = build_plan(ctx, num_tokens)
+        _count_plan(recorder, plan)
+        self._keep_timing(recorder)
+        return plan
+
+    def encode(
+        self,
+        plan: EncodePlan,
+        encoders: Encoders | None,
+        multimodal_model: Any = None,
+        *,
+        device: torch.device | str,
+        width: int | None = None,
+    ) -> None:
+        """Encode a plan's misses, give aliases their rows and drop what is used up: the second phase alone.
+
+        Args:
+            plan: The plan.
+            encoders: As in :meth:`apply`.
+            multimodal_model: As in :meth:`apply`.
+            device: Where features go, unless an encoder's spec says otherwise.
+            width: The text embedding's width; None leaves that check to :meth:`assemble`.
+
+        Raises:
+            MultimodalError: An encoder or a feature is missing, or an encoder failed. Items are encoded or as
+                before.
+        """
+        target = torch.device(device)
+        recorder = self._recorder(target)
+        try:
+            specs = settled_specs(encoders)
+            self._encode(plan, specs, multimodal_model, width, target, recorder, isolate=False)
+        finally:
+            self._keep_timing(recorder)
+
+    def assemble(
+        self,
+        plan: EncodePlan,
+        input_ids: torch.Tensor,
+        text_embedding: TextEmbedding,
+        encoders: Encoders | None,
+        multimodal_model: Any = None,
+    ) -> tuple[torch.Tensor | None, dict[str, Any]]:
+        """Assemble the embeddings of a plan whose items are encoded: the third phase alone.
+
+        Args:
+            plan: The plan.
+            input_ids: As in :meth:`apply`.
+            text_embedding: As in :meth:`apply`.
+            encoders: As in :meth:`apply`; only what they say of deepstack is read.
+            multimodal_model: As in :meth:`apply`.
+
+        Returns:
+            As :meth:`apply`.
+
+        Raises:
+            MultimodalError: An item isn't encoded or its rows don't fit.
+        """
+        if not plan:
+            return None, {}
+        check_input_ids(input_ids)
+        recorder = self._recorder(input_ids.device)
+        with recorder.phase("assemble"):
+            text = TextRows(input_ids, text_embedding, strict=self.strict)
+            result = assemble(plan, text, settled_specs(encoders), multimodal_model, self._mover)
+        _count_plan(recorder, plan)
+        self._keep_timing(recorder)
+        return result
+
+    def _encode(
+        self,
+        plan: EncodePlan,
+        specs: dict[Modality, EncoderSpec],
+        model: Any,
+        width: int | None,
+        device: torch.device,
+        recorder: PhaseRecorder,
+        *,
+        isolate: bool,
+    ) -> dict[MultimodalDataItem, MultimodalError]:
+        failures = find_problems(plan, specs, model, width)
+        _raise_unless(isolate, failures)
+        recorder.count_misses({modality: len(items) for modality, items in plan.misses_by_modality.items()})
+        consumed: list[tuple[MultimodalDataItem, FeatureHandle]] = []
+        try:
+            for modality, missing in plan.misses_by_modality.items():
+                items = [item for item in missing if item.encoded is None and item not in failures]
+                if not items:
+                    continue
+                encoder = ModalityEncoder(
+                    plan,
+                    modality,
+                    specs[modality],
+                    model=model,
+                    width=width,
+                    device=settled(device),
+                    mover=self._mover,
+                    recorder=recorder,
+                )
+                with recorder.phase("move"):
+                    unread = encoder.load(items)
+                consumed += encoder.consumed
+                _raise_unless(isolate, unread)
+                failures |= unread
+                failures |= _encode_items(
+                    encoder, [item for item in items if item not in unread], isolate=isolate
+                )
+        finally:
+            with recorder.phase("share"):
+                _share(plan, recorder)
+            with recorder.phase("cleanup"):
+                _clean_up(plan, consumed, recorder)
+        return failures
+
+    def _recorder(self, device: torch.device) -> PhaseRecorder:
+        on_cuda = self.timing and device.type == "cuda"
+        synchronize: Callable[[], None] = (
+            (lambda: torch.cuda.synchronize(device)) if on_cuda else (lambda: None)
+        )
+        return PhaseRecorder(self.timing, synchronize)
+
+    def _keep_timing(self, recorder: PhaseRecorder) -> None:
+        if recorder.enabled:
+            self.last_timing = recorder.result()
+            _log.info("%s", self.last_timing.line())
+
+
+VisionEmbedder = MultimodalEmbedder
+
+
+def _plan(
+    ctx: MultimodalForwardContext, num_tokens: int, failed: dict[int, MultimodalError] | None
+) -> EncodePlan:
+    """Plan; where failures are to be set aside, plan again without each request that is to blame."""
+    while True:
+        try:
+            return build_plan(ctx, num_tokens, skip=failed or ())
+        except MultimodalError as error:
+            if failed is None or error.request is None or error.request in failed:
+                raise
+            failed[error.request] = error
+
+
+def _raise_unless(isolate: bool, failures: dict[MultimodalDataItem, MultimodalError]) -> None:
+    if failures and not isolate:
+        raise next(iter(failures.values()))
+
+
+def _encode_items(
+    encoder: ModalityEncoder, items: list[MultimodalDataItem], *, isolate: bool
+) -> dict[MultimodalDataItem, MultimodalError]:
+    if not items:
+        return {}
+    try:
+        encoder.encode(items)
+    except MultimodalError as error:
+        if not isolate:
+            raise
+        if len(items) == 1:
+            return {items[0]: error}
+    else:
+        return {}
+    failures: dict[MultimodalDataItem, MultimodalError] = {}
+    for item in items:
+        failures |= _encode_items(encoder, [item], isolate=True)
+    return failures
+
+
+def _share(plan: EncodePlan, recorder: PhaseRecorder) -> None:
+    for canonical, twins in plan.aliases_by_canonical.items():
+        if canonical.encoded is not None:
+            for twin in twins:
+                twin.encoded, twin.encoded_deepstack = canonical.encoded, canonical.encoded_deepstack
+            recorder.count(aliases=len(twins))
+
+
+def _clean_up(
+    plan: EncodePlan, consumed: list[tuple[MultimodalDataItem, FeatureHandle]], recorder: PhaseRecorder
+) -> None:
+    """Drop the features of encoded items and give up their handles; items that failed keep theirs."""
+    used_up = [handle for item, handle in consumed if item.encoded is not None]
+    for item in plan.items:
+        for finished in (item, *plan.aliases_by_canonical.get(item, ())):
+            if finished.encoded is None or finished.feature is None:
+                continue
+            if isinstance(finished.feature, FeatureHandle):
+                used_up.append(finished.feature)
+            else:
+                recorder.count(features_released=1)
+            finished.feature = None
+    for handle in used_up:
+        try:
+            handle.release()
+        except Exception:
+            _log.warning("releasing a feature's handle failed; its rows are unharmed", exc_info=True)
+        else:
+            recorder.count(handles_released=1)
+
+
+def _count_plan(recorder: PhaseRecorder, plan: EncodePlan) -> None:
+    if recorder.enabled:
+        rows = int((plan.dst_end - plan.dst_start + 1).sum())
+        recorder.count(ranges=len(plan.scatter_ranges), rows=rows)
