@@ -143,7 +143,7 @@ def check_count(placeholders: int, features: int) -> None:
 def check_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, max_seqlen: Any
 ) -> None:
-    """Check q ``[T, heads, d]``, k ``[T, kv_heads, d]``, v ``[T, kv_heads, dv]``, the offsets and the longest length."""
+    """Check q ``[T, heads, d]``, k ``[T, kv_heads, d]``, v ``[T, kv_heads, dv]``, offsets and longest length."""
     op = "varlen_attention"
     if q.dim() != 3 or k.dim() != 3 or v.dim() != 3:
         raise ArgumentError(

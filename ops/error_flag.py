@@ -92,8 +92,8 @@ def prepare_device(device: torch.device | str) -> None:
 def check_errors(device: torch.device | str | None = None) -> None:
     """Raise what kernels recorded since the last call, and clear it.
 
-    Synchronises the current stream of each device looked at: call it where the results are read anyway. It sees work that
-    the current stream has waited for.
+    Synchronises the current stream of each device looked at: call it where the results are read anyway. It sees work
+    that the current stream has waited for.
 
     Args:
         device: The device to look at; None for every device on which an op has run.
@@ -125,6 +125,6 @@ def check_errors(device: torch.device | str | None = None) -> None:
 
 
 def _with_index(device: torch.device) -> torch.device:
-    if device.type == "cuda" and device.index is None:
+    if device == torch.device("cuda"):  # no index given
         return torch.device("cuda", torch.cuda.current_device())
     return device

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
 
 NAMESPACE = "mmgraph"
 LIBRARY = torch.library.Library(NAMESPACE, "DEF")
@@ -58,8 +57,8 @@ def differentiate(name: str, backward: Callable[..., Any], setup_context: Callab
     torch.library.register_autograd(f"{NAMESPACE}::{name}", backward, setup_context=setup_context, lib=LIBRARY)
 
 
-def overload(name: str) -> OpOverload:
+def overload(name: str) -> Callable[..., Any]:
     """The callable of an op that is defined: ``torch.ops.mmgraph.<name>.default``."""
     packet = getattr(getattr(torch.ops, NAMESPACE), name)
-    found: OpOverload = packet.default
+    found: Callable[..., Any] = packet.default
     return found

@@ -1,4 +1,4 @@
-"""``RowMap``: which pool row each output row takes, built and checked on the host, copied to the device without a stall.
+"""``RowMap``: which pool row each output row takes; built and checked on the host, copied without a stall.
 
 Ranges are checked and overlaps resolved here, in numpy, so that the kernel is one gather. The device copy leaves from a
 pinned buffer that isn't reused before the copy's event has passed.
@@ -154,7 +154,7 @@ class RowMap:
                 "RowMap.to(device) can't run inside a capture: the graph would copy from a buffer that is reused. "
                 "Copy it before the capture and pass the tensor."
             )
-        if target.index is None:
+        if target == torch.device("cuda"):  # no index given
             target = torch.device("cuda", torch.cuda.current_device())
         if self.num_rows == 0:
             return torch.empty(0, dtype=torch.int32, device=target)

@@ -1,18 +1,22 @@
 """The assembly calls that users make; they pick the op with or without a gradient and nothing else."""
 
+from collections.abc import Callable
+
 import torch
 
 from mmgraph.ops.errors import ArgumentError
 from mmgraph.ops.registration import overload
 from mmgraph.ops.row_map import RowMap
 
-_assemble = overload("assemble_embeddings")
-_assemble_autograd = overload("assemble_embeddings_autograd")
+_Op = Callable[..., torch.Tensor]
+
+_assemble: _Op = overload("assemble_embeddings")
+_assemble_autograd: _Op = overload("assemble_embeddings_autograd")
 _assemble_out = overload("assemble_embeddings_out")
-_merge = overload("merge_embeddings")
-_merge_autograd = overload("merge_embeddings_autograd")
-_deepstack = overload("deepstack_add")
-_deepstack_autograd = overload("deepstack_add_autograd")
+_merge: _Op = overload("merge_embeddings")
+_merge_autograd: _Op = overload("merge_embeddings_autograd")
+_deepstack: _Op = overload("deepstack_add")
+_deepstack_autograd: _Op = overload("deepstack_add_autograd")
 
 
 def _map_tensor(row_map: RowMap | torch.Tensor, pool: torch.Tensor) -> torch.Tensor:

@@ -1,9 +1,11 @@
 """Triton kernels of the assembly ops: one launch for any number of ranges, one program per output row.
 
 Row counts are never compile-time constants; row offsets are 64-bit. A program reads its map entry and its id together,
-then moves one row in 16-byte pieces. Triton's language isn't Python's types, so this file isn't type-checked.
+then moves one row in 16-byte pieces. Triton's language isn't Python's types, so this file isn't type-checked; a
+constant's ``if`` stands alone, because only then is it decided at compile time.
 """
 # mypy: ignore-errors
+# ruff: noqa: SIM102
 
 import triton
 import triton.language as tl
@@ -53,6 +55,7 @@ def assemble_kernel(
     ROW_FAULT: tl.constexpr,
     ID_FAULT: tl.constexpr,
 ):
+    """One row from the pool or the table."""
     row = tl.program_id(0).to(tl.int64)
     source = tl.load(map_ptr + row).to(tl.int64)
     token = tl.load(ids_ptr + row).to(tl.int64)  # with the map's entry, not after it: one latency less
@@ -91,6 +94,7 @@ def merge_kernel(
     BLOCK: tl.constexpr,
     FAULT: tl.constexpr,
 ):
+    """One row from the features or from embeds; the last one compares the counts."""
     row = tl.program_id(0).to(tl.int64)
     masked = tl.load(mask_ptr + row).to(tl.int32)
     source = tl.load(count_ptr + row).to(tl.int64) - 1  # placeholders up to this row, less one
@@ -121,6 +125,7 @@ def deepstack_kernel(
     BLOCK: tl.constexpr,
     FAULT: tl.constexpr,
 ):
+    """One row of hidden, with the pool's row added where there is one."""
     row = tl.program_id(0).to(tl.int64)
     source = tl.load(map_ptr + row).to(tl.int64)
     src_ptr = hidden_ptr + row * hidden_stride

@@ -1,14 +1,16 @@
 """The attention call that users make; it picks the op with or without a gradient and nothing else."""
 
+from collections.abc import Callable
+
 import torch
 
 from mmgraph.ops.attention.registry import backend_names, find_backend
 from mmgraph.ops.checks import check_max_seqlen_type
 from mmgraph.ops.registration import overload
 
-_attention = overload("varlen_attention")
+_attention: Callable[..., torch.Tensor] = overload("varlen_attention")
 _attention_lse = overload("varlen_attention_lse")
-_named = {name: overload(f"attn_{name}") for name in backend_names()}
+_named: dict[str, Callable[..., torch.Tensor]] = {name: overload(f"attn_{name}") for name in backend_names()}
 
 
 def varlen_attention(
@@ -24,9 +26,9 @@ def varlen_attention(
 ) -> torch.Tensor:
     """Attention within each of many sequences that lie one after another.
 
-    Rows that no sequence covers (``cu_seqlens[-1]`` and after) come out as zeros, and what they hold in q, k and v reaches
-    nothing. Sequences of length zero are legal, and so is no sequence at all. Differentiable in q, k and v. Traceable and
-    capturable; nothing synchronises.
+    Rows that no sequence covers (``cu_seqlens[-1]`` and after) come out as zeros, and what they hold in q, k and v
+    reaches nothing. Sequences of length zero are legal, and so is no sequence at all. Differentiable in q, k and v.
+    Traceable and capturable; nothing synchronises.
 
     Args:
         q: ``[tokens, heads, head_dim]``; strided views of a packed projection are welcome, also for k and v.
@@ -57,7 +59,4 @@ def varlen_attention(
         return out
     if backend is None:
         return _attention(q, k, v, cu_seqlens, max_seqlen, scale, causal)
-    op = _named.get(backend)
-    if op is None:
-        find_backend(backend)
-    return _named[backend](q, k, v, cu_seqlens, max_seqlen, scale, causal)
+    return _named[find_backend(backend).name](q, k, v, cu_seqlens, max_seqlen, scale, causal)

@@ -42,7 +42,7 @@ def _make_traits(
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.device(device)
-    if device.type == "cuda" and device.index is None:
+    if device == torch.device("cuda"):  # no index given
         device = torch.device("cuda", torch.cuda.current_device())
     if dtype is None:
         dtype = torch.float32 if device.type == "cpu" else torch.bfloat16

@@ -6,6 +6,7 @@ out of every product, so that garbage in them, NaN included, reaches nothing.
 """
 
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -30,7 +31,7 @@ def _parts(cu_seqlens: Tensor, tokens: int, heads: int, causal: bool) -> Iterato
     device = cu_seqlens.device
     if device.type == "cpu":
         offsets = cu_seqlens.tolist()
-        for start, end in zip(offsets, offsets[1:], strict=False):
+        for start, end in pairwise(offsets):
             if end > start:
                 rows = torch.arange(end - start)
                 yield _Part(slice(start, end), slice(start, end), rows[:, None] >= rows if causal else None)
@@ -79,7 +80,7 @@ def forward(
 ) -> tuple[Tensor, Tensor | None]:
     """Attention per sequence; zeros, and minus infinity in the log-sum-exps, where no sequence covers."""
     tokens, heads, _ = q.shape
-    kv_heads, v_dim = v.shape[1], v.shape[2]
+    v_dim = v.shape[2]
     work = lse_dtype(q.dtype)
     out = q.new_zeros((tokens, heads, v_dim))
     lse = q.new_full((heads, tokens), float("-inf"), dtype=work)

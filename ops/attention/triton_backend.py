@@ -1,8 +1,8 @@
 """The triton backend: our own varlen forward, for half and single precision, any width from 1 to 256.
 
-It takes strided views of a packed projection without a copy, grouped heads, and v of another width. Block sizes come from
-a small table; nothing is tuned in the user's process. It also offers ``zero_tail`` to backends that leave rows behind the
-last sequence unwritten.
+It takes strided views of a packed projection without a copy, grouped heads, and v of another width. Block sizes come
+from a small table; nothing is tuned in the user's process. It also offers ``zero_tail`` to backends that leave rows
+behind the last sequence unwritten.
 """
 
 import math
@@ -63,7 +63,8 @@ def split_width(width: int) -> tuple[int, int]:
 def _shared_bytes(device: torch.device) -> int:
     if device.type != "cuda":
         return 0
-    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)
+    properties = torch.cuda.get_device_properties(device)
+    return int(getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block))
 
 
 def block_table(item_size: int, width: int, max_seqlen: int, shared_bytes: int) -> Blocks:
@@ -86,13 +87,13 @@ def _columns_adjacent(tensor: Tensor) -> Tensor:
     return tensor if tensor.stride(2) == 1 else tensor.contiguous()
 
 
-def _alignment(*tensors: Tensor) -> int:
-    """How many elements every row and head start is a multiple of: 16 bytes' worth, or 1."""
+def _aligned(*tensors: Tensor) -> bool:
+    """Whether every row of every head starts at a multiple of 16 bytes."""
     unit = 16 // tensors[0].element_size()
     for tensor in tensors:
         if tensor.stride(0) % unit or tensor.stride(1) % unit or tensor.data_ptr() % 16:
-            return 1
-    return unit
+            return False
+    return True
 
 
 def forward(
@@ -160,7 +161,7 @@ def forward(
         flat,
         per_sequence
         <= 2,  # short sequences: neighbours in memory together; long ones: one head's keys stay in L2
-        _alignment(q, k, v),
+        _aligned(q, k, v),
         scale <= 0,
         "ieee" if q.dtype == torch.float32 else "tf32",
         int(Fault.ATTENTION_OFFSETS),

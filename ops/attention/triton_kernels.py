@@ -1,12 +1,14 @@
 """Triton kernels of attention: a varlen forward, and the zeroing of rows that no sequence covers.
 
-Widths are split into two powers of two (72 and 80 as 64 + 16), not padded to the next one (128), so that the products do
-little work that is thrown away. Token and sequence counts and strides are run-time arguments; offsets into a tensor are
-64-bit. Key blocks that lie whole inside the sequence are read without masks; only the last ones are masked. Offsets that
-can't be right are clamped into the tensors, so that nothing outside is touched, and recorded in the error flag. Triton's
-language isn't Python's types, so this file isn't type-checked.
+Widths are split into two powers of two (72 and 80 as 64 + 16), not padded to the next one (128), so that the products
+do little work that is thrown away. Token and sequence counts and strides are run-time arguments; offsets into a tensor
+are 64-bit. Key blocks that lie whole inside the sequence are read without masks; only the last ones are masked. Offsets
+that can't be right are clamped into the tensors, so that nothing outside is touched, and recorded in the error flag.
+Triton's language isn't Python's types, so this file isn't type-checked; a constant's ``if`` stands alone, because only
+then is it decided at compile time.
 """
 # mypy: ignore-errors
+# ruff: noqa: SIM102
 
 import triton
 import triton.language as tl
@@ -14,11 +16,21 @@ import triton.language as tl
 
 @triton.jit
 def _load(
-    ptr, stride, rows, limit, START: tl.constexpr, PART: tl.constexpr, WIDTH: tl.constexpr, MASKED: tl.constexpr
+    ptr,
+    stride,
+    rows,
+    limit,
+    START: tl.constexpr,
+    PART: tl.constexpr,
+    WIDTH: tl.constexpr,
+    MASKED: tl.constexpr,
+    ALIGNED: tl.constexpr,
 ):
-    """Columns START to START + PART of the rows; columns from WIDTH on, and with MASKED rows from limit on, are zero."""
+    """Columns from START of the rows; zero are columns from WIDTH on and, with MASKED, rows from limit on."""
     columns = START + tl.arange(0, PART)
     ptrs = ptr + rows[:, None] * stride + columns[None, :]
+    if ALIGNED:  # a hint on the strides doesn't reach the loads; without it they are two bytes each
+        ptrs = tl.multiple_of(ptrs, [1, 16])
     if MASKED and START + PART > WIDTH:
         return tl.load(ptrs, mask=(rows < limit)[:, None] & (columns < WIDTH)[None, :], other=0.0)
     elif MASKED:
@@ -55,19 +67,18 @@ def _step(
     BLOCK_N: tl.constexpr,
     CAUSAL: tl.constexpr,
     MASKED: tl.constexpr,
+    ALIGNED: tl.constexpr,
     SCALE_FIRST: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """One block of keys: the running output, sum and maximum of the softmax in base 2."""
+    """One block of keys, which the pointers are at: running output, sum and maximum of the softmax in base 2."""
     rows = tl.arange(0, BLOCK_N)
     limit = length - first
-    k_ptr += first.to(tl.int64) * k_stride
-    v_ptr += first.to(tl.int64) * v_stride
     scores = tl.dot(
-        q0, tl.trans(_load(k_ptr, k_stride, rows, limit, 0, D0, D, MASKED)), input_precision=PRECISION
+        q0, tl.trans(_load(k_ptr, k_stride, rows, limit, 0, D0, D, MASKED, ALIGNED)), input_precision=PRECISION
     )
     if D1 > 0:
-        k1 = _load(k_ptr, k_stride, rows, limit, D0, D1, D, MASKED)
+        k1 = _load(k_ptr, k_stride, rows, limit, D0, D1, D, MASKED, ALIGNED)
         scores = tl.dot(q1, tl.trans(k1), scores, input_precision=PRECISION)
     if SCALE_FIRST:
         scores = scores * scale
@@ -84,11 +95,11 @@ def _step(
     weights = tl.math.exp2(scores * factor - new_top[:, None])
     shrink = tl.math.exp2(top - new_top)
     total = total * shrink + tl.sum(weights, 1)
-    v0 = _load(v_ptr, v_stride, rows, limit, 0, DV0, DV, MASKED)
+    v0 = _load(v_ptr, v_stride, rows, limit, 0, DV0, DV, MASKED, ALIGNED)
     weights = weights.to(v0.dtype)
     acc0 = tl.dot(weights, v0, acc0 * shrink[:, None], input_precision=PRECISION)
     if DV1 > 0:
-        v1 = _load(v_ptr, v_stride, rows, limit, DV0, DV1, DV, MASKED)
+        v1 = _load(v_ptr, v_stride, rows, limit, DV0, DV1, DV, MASKED, ALIGNED)
         acc1 = tl.dot(weights, v1, acc1 * shrink[:, None], input_precision=PRECISION)
     return acc0, acc1, total, new_top
 
@@ -104,8 +115,8 @@ def _store(ptr, stride, rows, limit, values, START: tl.constexpr, PART: tl.const
 def _record(flag_ptr, FAULT: tl.constexpr, row, value):
     seen = tl.atomic_add(flag_ptr + 3 * FAULT, 1)
     if seen == 0:
-        tl.store(flag_ptr + 3 * FAULT + 1, row.to(tl.int64))
-        tl.store(flag_ptr + 3 * FAULT + 2, value.to(tl.int64))
+        tl.store(flag_ptr + 3 * FAULT + 1, row)
+        tl.store(flag_ptr + 3 * FAULT + 2, value)
 
 
 @triton.jit
@@ -155,11 +166,12 @@ def attention_kernel(
     WITH_LSE: tl.constexpr,
     FLAT: tl.constexpr,
     HEADS_FIRST: tl.constexpr,
-    ALIGN: tl.constexpr,
+    ALIGNED: tl.constexpr,
     SCALE_FIRST: tl.constexpr,
     PRECISION: tl.constexpr,
     FAULT: tl.constexpr,
 ):
+    """One block of query rows of one head of one sequence, or a piece of the tail."""
     pid = tl.program_id(0)
     if FLAT:
         head = pid // blocks
@@ -180,9 +192,9 @@ def attention_kernel(
     out_ptr += head * DV
     if sequence == batch:
         offsets = tl.arange(0, BLOCK_M)
-        end = tl.minimum(tl.maximum(tl.load(cu_ptr + batch), 0), tokens)
+        end = tl.minimum(tl.maximum(tl.load(cu_ptr + batch), 0), tokens).to(tl.int64)
         for first in range(end + block * BLOCK_M, tokens, tail_step):
-            row_ptr = out_ptr + first.to(tl.int64) * OUT_STRIDE
+            row_ptr = out_ptr + first * OUT_STRIDE
             _store(
                 row_ptr, OUT_STRIDE, offsets, tokens - first, tl.zeros([BLOCK_M, DV0], tl.float32), 0, DV0, DV
             )
@@ -204,13 +216,6 @@ def attention_kernel(
     if first_query >= length:
         return
 
-    if ALIGN > 1:
-        q_stride = tl.multiple_of(q_stride, ALIGN)
-        k_stride = tl.multiple_of(k_stride, ALIGN)
-        v_stride = tl.multiple_of(v_stride, ALIGN)
-        q_head_stride = tl.multiple_of(q_head_stride, ALIGN)
-        k_head_stride = tl.multiple_of(k_head_stride, ALIGN)
-        v_head_stride = tl.multiple_of(v_head_stride, ALIGN)
     origin = start.to(tl.int64)
     first_row = origin + first_query
     kv_head = (head // GROUP).to(tl.int64)
@@ -220,10 +225,10 @@ def attention_kernel(
 
     rows = tl.arange(0, BLOCK_M)
     limit = length - first_query
-    q0 = _load(q_ptr, q_stride, rows, limit, 0, D0, D, True)
+    q0 = _load(q_ptr, q_stride, rows, limit, 0, D0, D, True, ALIGNED)
     q1 = q0
     if D1 > 0:
-        q1 = _load(q_ptr, q_stride, rows, limit, D0, D1, D, True)
+        q1 = _load(q_ptr, q_stride, rows, limit, D0, D1, D, True, ALIGNED)
     acc0 = tl.zeros([BLOCK_M, DV0], tl.float32)
     acc1 = tl.zeros([BLOCK_M, DV1 if DV1 > 0 else 1], tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
@@ -238,13 +243,17 @@ def attention_kernel(
     for first in range(0, whole, BLOCK_N):
         acc0, acc1, total, top = _step(
             acc0, acc1, total, top, q0, q1, k_ptr, v_ptr, k_stride, v_stride, first, first_query, length, scale,
-            D, D0, D1, DV, DV0, DV1, BLOCK_M, BLOCK_N, CAUSAL, False, SCALE_FIRST, PRECISION,
+            D, D0, D1, DV, DV0, DV1, BLOCK_M, BLOCK_N, CAUSAL, False, ALIGNED, SCALE_FIRST, PRECISION,
         )  # fmt: skip
+        k_ptr += BLOCK_N * k_stride
+        v_ptr += BLOCK_N * v_stride
     for first in range(whole, last, BLOCK_N):
         acc0, acc1, total, top = _step(
             acc0, acc1, total, top, q0, q1, k_ptr, v_ptr, k_stride, v_stride, first, first_query, length, scale,
-            D, D0, D1, DV, DV0, DV1, BLOCK_M, BLOCK_N, CAUSAL, True, SCALE_FIRST, PRECISION,
+            D, D0, D1, DV, DV0, DV1, BLOCK_M, BLOCK_N, CAUSAL, True, ALIGNED, SCALE_FIRST, PRECISION,
         )  # fmt: skip
+        k_ptr += BLOCK_N * k_stride
+        v_ptr += BLOCK_N * v_stride
 
     out_ptr += first_row * OUT_STRIDE
     _store(out_ptr, OUT_STRIDE, rows, limit, acc0 / total[:, None], 0, DV0, DV)
@@ -269,6 +278,7 @@ def zero_tail_kernel(
     CHECK: tl.constexpr,
     FAULT: tl.constexpr,
 ):
+    """Rows from the last offset on become zeros; with CHECK, wrong offsets are recorded."""
     pid = tl.program_id(0)
     end = tl.minimum(tl.maximum(tl.load(cu_ptr + batch), 0), tokens).to(tl.int64)
     stop = tokens.to(tl.int64) * ROW
