@@ -69,7 +69,9 @@ class TokenCheck:
         return self.different == self.ties
 
 
-def difference(name: str, eager: Sequence[Tensor], captured: Sequence[Tensor], reference: Sequence[Tensor]) -> Difference:
+def difference(
+    name: str, eager: Sequence[Tensor], captured: Sequence[Tensor], reference: Sequence[Tensor]
+) -> Difference:
     """Compare lists of tensors element by element.
 
     Args:

@@ -91,7 +91,13 @@ class ServingLoop:
     """
 
     def __init__(
-        self, model: Any, requests: Sequence[Request], *, budget: int, decode_steps: int, backend: str | None = None
+        self,
+        model: Any,
+        requests: Sequence[Request],
+        *,
+        budget: int,
+        decode_steps: int,
+        backend: str | None = None,
     ) -> None:
         weight = model.lm_head.weight
         self.device: torch.device = weight.device
@@ -111,6 +117,33 @@ class ServingLoop:
     def eager(self) -> Functions:
         """The plain functions."""
         return Functions(self.tower.forward_blocks, self.language.prefill, self.language.decode)
+
+    def examples(self) -> dict[str, dict[str, Any]]:
+        """Inputs that a capture manager can begin from, for ``tower``, ``prefill`` and ``decode``.
+
+        They are as small as a call can be, so that every row number in them exists in the smallest bucket too.
+        """
+        weight = self._embedding.weight
+        side = self.tower.merge
+        channels = self.tower.visual.patch_embed.proj.weight[0].numel()
+        patches = torch.zeros(side**2, channels, device=self.device, dtype=weight.dtype)
+        prefill = prefill_inputs(
+            self.language,
+            self.requests,
+            [Chunk(0, 0, 1)],
+            self.slots,
+            embeds=torch.zeros(1, weight.shape[1], device=self.device, dtype=weight.dtype),
+            deep_pool=torch.zeros(
+                1, self.tower.levels * self.tower.width, device=self.device, dtype=weight.dtype
+            ),
+            deep_rows=torch.full((1,), -1, device=self.device, dtype=torch.int32),
+        )
+        ids = torch.zeros(len(self.requests), device=self.device, dtype=torch.int64)
+        return {
+            "tower": self.tower.prepare(patches, [(1, side, side)]),
+            "prefill": prefill,
+            "decode": decode_inputs(self.language, self.requests, self.slots, ids=ids, step=0),
+        }
 
     @torch.no_grad()
     def run(self, functions: Functions, *, forced: Tensor | None = None) -> PassResult:
@@ -137,7 +170,13 @@ class ServingLoop:
             deep.append(pool)
             with clock.phase("prefill"):
                 inputs = prefill_inputs(
-                    self.language, self.requests, chunks, self.slots, embeds=rows, deep_pool=pool, deep_rows=deep_rows
+                    self.language,
+                    self.requests,
+                    chunks,
+                    self.slots,
+                    embeds=rows,
+                    deep_pool=pool,
+                    deep_rows=deep_rows,
                 )
                 logits = functions.prefill(**inputs)["logits"]
             for row, chunk in enumerate(chunks):
@@ -160,3 +199,76 @@ class ServingLoop:
             images_encoded=encoder.images,
             encode_calls=encoder.calls,
         )
+
+    def _embed(
+        self,
+        chunks: Sequence[Chunk],
+        ids: Sequence[list[int]],
+        media: Sequence[MultimodalInputs],
+        embedder: MultimodalEmbedder,
+        encoder: _Encoder,
+        clock: _Clock,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """A step's embeddings ``[tokens, hidden]``, its deepstack rows, and the row of each token or -1."""
+        flat = [i for c in chunks for i in ids[c.request][c.prefix : c.prefix + c.count]]
+        input_ids = torch.tensor(flat, dtype=torch.int64).to(self.device)
+        encoders = {Modality.IMAGE: EncoderSpec(encoder, deepstack=True, deepstack_form="sparse")}
+        with clock.phase("plan"):
+            ctx = MultimodalForwardContext(
+                [media[c.request] for c in chunks], [c.prefix for c in chunks], [c.count for c in chunks]
+            )
+            plan = embedder.plan(ctx, len(flat))
+        with clock.phase("encode"):
+            embedder.encode(plan, encoders, self._layout, device=self.device, width=self.tower.width)
+        with clock.phase("assemble"):
+            embeds, kwargs = embedder.assemble(plan, input_ids, self._embedding, encoders, self._layout)
+            if embeds is None:
+                embeds = self._embedding(input_ids)
+                pool = embeds.new_zeros(0, self.tower.levels * self.tower.width)
+                return embeds, pool, torch.full_like(input_ids, -1, dtype=torch.int32)
+        rows = kwargs["deepstack_rows"]
+        return embeds, rows.pool, rows.row_map
+
+    def _media(self, request: Request) -> MultimodalInputs:
+        """Fresh items of a request, with nothing encoded; the hash of a photo is made once."""
+        items = []
+        for start, image in request.images:
+            item = MultimodalDataItem(
+                Modality.IMAGE,
+                offsets=[(start, start + image.tokens - 1)],
+                hash=self._hashes.get(id(image)),
+                feature=image.patches,
+                model_specific_data={"grid": image.grid},
+            )
+            self._hashes[id(image)] = item.ensure_hash()
+            items.append(item)
+        return MultimodalInputs(items)
+
+
+class _Encoder:
+    """The tower as the embedder calls it: items in, main and deepstack rows side by side out. It counts."""
+
+    def __init__(self, tower: VisionTower, blocks: BlocksFunction) -> None:
+        self._tower = tower
+        self._blocks = blocks
+        self.images = 0
+        self.calls = 0
+
+    def __call__(self, items: list[MultimodalDataItem]) -> Tensor:
+        self.images += len(items)
+        self.calls += 1
+        patches = torch.cat([item.feature for item in items])
+        inputs = self._tower.prepare(patches, [item.model_specific_data["grid"] for item in items])
+        rows = self._blocks(**inputs)
+        return torch.cat([rows["main"], *rows["deep"]], dim=1)
+
+
+class _DeepstackLayout:
+    """Tells the embedder where the deepstack rows lie in what the encoder returns."""
+
+    def __init__(self, tower: VisionTower) -> None:
+        self.deepstack_visual_indexes = list(tower.visual.deepstack_visual_indexes)
+        self._width = tower.width
+
+    def separate_deepstack_embeds(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        return rows[:, : self._width], rows[:, self._width :]

@@ -20,8 +20,9 @@ from mmgraph.serving.model import ImageLimits
 from mmgraph.serving.photos import Photo
 from mmgraph.serving.positions import Grid, Ints, prompt_positions
 
-_DETAIL = (1.0, 0.5, 0.25)
-"""Share of the largest pixel number that successive photos may have, so that sizes differ."""
+_DETAIL = (0.5, 1.0, 0.25)
+"""Share of the largest pixel number that successive photos may have, so that sizes differ. The first photo, which is
+used twice, has half, so that both uses fit into one prefill step."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,24 +75,20 @@ class Chunk:
     count: int
 
 
-def prepare_images(
-    photos: Sequence[Photo], processor: Any, limits: ImageLimits, *, full_detail: frozenset[int] = frozenset()
-) -> list[PreparedImage]:
+def prepare_images(photos: Sequence[Photo], processor: Any, limits: ImageLimits) -> list[PreparedImage]:
     """Resize, normalise and cut photos with transformers' processor; sizes differ from photo to photo.
 
     Args:
         photos: The photos.
         processor: As `model.image_processor` makes it.
         limits: The smallest and largest number of pixels.
-        full_detail: Places in ``photos`` of those that get the largest size.
 
     Returns:
         One prepared image for each photo.
     """
     prepared = []
     for number, photo in enumerate(photos):
-        share = 1.0 if number in full_detail else _DETAIL[number % len(_DETAIL)]
-        most = max(limits.min_pixels, int(limits.max_pixels * share))
+        most = max(limits.min_pixels, int(limits.max_pixels * _DETAIL[number % len(_DETAIL)]))
         size = {"shortest_edge": limits.min_pixels, "longest_edge": most}
         try:
             result = processor(images=[photo.pixels], size=size, return_tensors="np")

@@ -17,7 +17,9 @@ def show(report: RunReport, console: Console) -> None:
         console: Where to print.
     """
     env, model = report.environment, report.model
-    console.print(f"[bold]{model['name']}[/bold], {model['weights']}, {model['parameters'] / 1e6:,.1f} M parameters")
+    console.print(
+        f"[bold]{model['name']}[/bold], {model['weights']}, {model['parameters'] / 1e6:,.1f} M parameters"
+    )
     console.print(
         f"{env['device_name']}, {env['dtype']}, torch {env['torch']}, tower attention: {env['attention']}, "
         f"seed {report.settings['seed']}"
@@ -38,7 +40,9 @@ def show(report: RunReport, console: Console) -> None:
             "tolerance"
         )
     verdict = "[bold green]eager and captured agree[/bold green]"
-    console.print(verdict if report.ok else "[bold red]eager and captured differ beyond the tolerance[/bold red]")
+    console.print(
+        verdict if report.ok else "[bold red]eager and captured differ beyond the tolerance[/bold red]"
+    )
 
 
 def _table(title: str, *columns: str) -> Table:
@@ -107,7 +111,9 @@ def _used(use: GraphUse) -> int:
 
 
 def _differences(report: RunReport) -> Table:
-    table = _table("largest difference, eager against captured", "values", "absolute", "relative", "allowed", "")
+    table = _table(
+        "largest difference, eager against captured", "values", "absolute", "relative", "allowed", ""
+    )
     for d in report.differences:
         mark = "[green]ok[/green]" if d.ok else "[red]too large[/red]"
         table.add_row(d.name, f"{d.absolute:.3g}", f"{d.relative:.3g}", f"{d.allowed:.3g}", mark)
