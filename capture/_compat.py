@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["cuda_begin_raw_capture", "cuda_drop_pool", "storage_use_count"]
+__all__ = ["cuda_begin_raw_capture", "cuda_drop_pool", "cuda_memset", "storage_use_count"]
 
 
 def storage_use_count(storage: torch.UntypedStorage) -> int:
@@ -26,6 +26,23 @@ def cuda_begin_raw_capture(stream: torch.cuda.Stream) -> None:
     status = driver.cuStreamBeginCapture_v2(ctypes.c_void_p(stream.cuda_stream), ctypes.c_int(relaxed))
     if status != 0:
         raise RuntimeError(f"cuStreamBeginCapture failed with CUresult {status}")
+
+
+def cuda_memset(address: int, byte: int, count: int, stream: torch.cuda.Stream) -> None:
+    """Sets bytes of device memory that no tensor holds, in the order of a stream.
+
+    Raises:
+        RuntimeError: the driver refused.
+    """
+    driver = ctypes.CDLL("libcuda.so.1")
+    status = driver.cuMemsetD8Async(
+        ctypes.c_uint64(address),
+        ctypes.c_ubyte(byte),
+        ctypes.c_size_t(count),
+        ctypes.c_void_p(stream.cuda_stream),
+    )
+    if status != 0:
+        raise RuntimeError(f"cuMemsetD8Async failed with CUresult {status}")
 
 
 def cuda_drop_pool(device: torch.device, pool: Any) -> None:

@@ -18,6 +18,7 @@ from .cuda import DeviceGraph, DevicePool
 from .errors import OutputError
 from .graph import BucketGraph, OutputPlan, Replayable, median_replay_seconds
 from .layout import LeafLayout, SharedBuffers, example_for_bucket
+from .memory import poison_pool, pool_bytes
 from .recorder import Recording
 from .spec import BucketSize, Constant, InputLeaf, Offsets, Rows, Signature, Spec, Static
 from .state import StateSnapshot
@@ -78,6 +79,16 @@ class Capturer:
     def static_bytes(self) -> int:
         """Bytes of the shared static buffers."""
         return self._inputs.nbytes + (self._outputs.nbytes if self._outputs is not None else 0)
+
+    @property
+    def pool_bytes(self) -> int:
+        """Bytes of the pool that the graphs share; 0 on a CPU, where recordings keep their own tensors."""
+        return pool_bytes(self._pool.handle) if self._pool is not None else 0
+
+    def poison(self) -> None:
+        """Fills the graphs' shared pool with NaN, in the order of replays."""
+        if self._pool is not None and self._stream is not None:
+            poison_pool(self._pool.handle, self._stream)
 
     def inside_another_capture(self) -> bool:
         """Whether the caller is being warmed up or captured at this moment, by a manager or on its own."""
@@ -159,9 +170,9 @@ class Capturer:
                     else:
                         plans[position] = OutputPlan(None, result)
 
-            before = self._reserved()
+            before = self.pool_bytes
             graph = self._graph_of(work, [view for view in (*views, *outputs) if view is not None])
-            pool_bytes = self._reserved() - before
+            grown = self.pool_bytes - before
             replay_seconds = median_replay_seconds(graph, self._stream)
         return BucketGraph(
             bucket=bucket,
@@ -171,7 +182,7 @@ class Capturer:
             graph=graph,
             capture_seconds=time.perf_counter() - start,
             replay_seconds=replay_seconds,
-            pool_bytes=pool_bytes,
+            pool_bytes=grown,
         )
 
     def _leaf_at(
@@ -195,12 +206,9 @@ class Capturer:
     def _graph_of(self, work: Callable[[], None], keep: list[torch.Tensor]) -> Replayable:
         if self._stream is None or self._pool is None:
             return Recording(work, keep)
-        # What warm-up left in the allocator's cache would count as the graph's own, and may be needed for it.
+        # What warm-up left in the allocator's cache may be needed for the graph's pool.
         torch.cuda.empty_cache()
         return DeviceGraph(work, self._stream, self._pool)
-
-    def _reserved(self) -> int:
-        return torch.cuda.memory_reserved(self.device) if self._stream is not None else 0
 
     @contextlib.contextmanager
     def _on_capture_stream(self) -> Iterator[None]:

@@ -55,7 +55,7 @@ class DeviceGraph:
         Exception: whatever `fn` or the capture raised, after the process is as it was.
     """
 
-    def __init__(self, fn: Callable[[], None], stream: torch.cuda.Stream, pool: DevicePool) -> None:
+    def __init__(self, fn: Callable[[], object], stream: torch.cuda.Stream, pool: DevicePool) -> None:
         self._graph: torch.cuda.CUDAGraph | None = None
         device = stream.device
         with CAPTURE_LOCK, _no_garbage_collection(), torch.cuda.device(device), torch.cuda.stream(stream):

@@ -80,6 +80,8 @@ class CaptureManager:
         self._signature = Signature(inputs, outputs, buckets)
         self._warmup = warmup
         self._lock = threading.RLock()
+        # A replay cannot be traced into a compiled graph: torch.compile runs the call as it is.
+        self._entry = torch.compiler.disable(self._call)
         self._calls = 0
         self._misses: Counter[str] = Counter()
         self._layouts: tuple[LeafLayout | None, ...] | None = None
@@ -112,12 +114,12 @@ class CaptureManager:
         leaves = self._signature.bind((), example)
         self._refuse_gradients(leaves)
         sizes = sizes_of_leaves(self._signature.inputs, leaves)
-        self._check_divisible(sizes)
         device = self._device_of(leaves)
         layouts = tuple(
             layout_of_example(leaf, value, device)
             for leaf, value in zip(self._signature.inputs, leaves, strict=True)
         )
+        self._check_divisible(sizes)
         chosen = self._grid.buckets if buckets is None else tuple(buckets)
         if not chosen or any(bucket not in self._grid.buckets for bucket in chosen):
             raise SpecError(f"buckets must be some of the grid's {len(self._grid)} buckets, got {buckets}")
@@ -158,6 +160,9 @@ class CaptureManager:
             ArgumentError: a missing or unknown argument, or one of a wrong kind, dtype, device or shape.
             GradientError: an input needs a gradient and gradients are recorded.
         """
+        return self._entry(*args, **kwargs)
+
+    def _call(self, *args: Any, **kwargs: Any) -> Any:
         leaves = self._signature.bind(args, kwargs)
         with self._lock:
             sizes, bucket, reason = self._resolve(leaves)
@@ -168,9 +173,6 @@ class CaptureManager:
         # Outside the lock: a function on its own needs none of the manager's storage.
         with torch.no_grad():
             return self._fn(**self._signature.arguments(leaves))
-
-    # A replay cannot be traced into a compiled graph: torch.compile runs the call as it is.
-    __call__._torchdynamo_disable = True  # type: ignore[attr-defined]
 
     def explain_call(self, *args: Any, **kwargs: Any) -> CallExplanation:
         """Which bucket a call with these arguments would replay, or why it would run eagerly.
@@ -203,8 +205,17 @@ class CaptureManager:
                 buckets=rows,
                 dropped=tuple((dict(d.bucket), d.reason) for d in self._grid.dropped),
                 static_bytes=capturer.static_bytes if capturer else 0,
-                pool_bytes=sum(row.pool_bytes for row in rows),
+                pool_bytes=capturer.pool_bytes if capturer else 0,
             )
+
+    def poison(self) -> None:
+        """Fills the memory of all graphs' intermediates with NaN: for tests, since no result may change by it.
+
+        On a CPU there is nothing to do, since the recorder does it before every replay.
+        """
+        with self._lock:
+            if self._capturer is not None:
+                self._capturer.poison()
 
     def close(self) -> None:
         """Drops every graph and buffer; later calls run eagerly."""
@@ -218,13 +229,13 @@ class CaptureManager:
         """
         self._refuse_gradients(leaves)
         sizes = sizes_of_leaves(self._signature.inputs, leaves)
-        self._check_divisible(sizes)
         layouts = self._layouts
-        if layouts is None:
-            return sizes, None, "not precompiled"
-        for layout, value in zip(layouts, leaves, strict=True):
+        for layout, value in zip(layouts or (), leaves, strict=layouts is not None):
             if layout is not None:
                 check_leaf(layout, value)
+        self._check_divisible(sizes)
+        if layouts is None:
+            return sizes, None, "not precompiled"
         for position, value in self._constants.items():
             if not _same_constant(value, leaves[position]):
                 return sizes, None, f"constant changed: {self._signature.inputs[position].path}"

@@ -84,7 +84,7 @@ class Recording:
         NotCapturableError: the function does something that a replay cannot repeat.
     """
 
-    def __init__(self, fn: Callable[[], None], keep: list[torch.Tensor]) -> None:
+    def __init__(self, fn: Callable[[], object], keep: list[torch.Tensor]) -> None:
         tape = _Tape(keep)
         with torch.no_grad(), torch.compiler.set_stance("force_eager"), _FunctionRules(), tape:
             fn()

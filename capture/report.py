@@ -73,7 +73,7 @@ class Report:
         buckets: the captured ones, smallest first.
         dropped: grid points without a graph, with the reason.
         static_bytes: of all shared static buffers; not the sum over buckets, which share them.
-        pool_bytes: of the shared pool, as far as captures made it grow.
+        pool_bytes: of the pool that all graphs share; 0 on a CPU.
     """
 
     device: str | None
