@@ -159,9 +159,8 @@ class _Run:
         with self.tell("eager passes, timed"):
             eager, eager_times, peak_eager = self._timed(self.loop.eager(), tokens)
         graphs, seconds = self._capture()
-        captured_functions = Functions(
-            graphs["tower"], graphs["prefill"], graphs.get("decode", self.loop.language.decode)
-        )
+        plain: Callable[..., Any] = self.loop.language.decode
+        captured_functions = Functions(graphs["tower"], graphs["prefill"], graphs.get("decode", plain))
         with self.tell("captured passes"):
             self.loop.run(captured_functions, forced=tokens)
             captured, captured_times, peak_captured = self._timed(captured_functions, tokens)

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypedDict
+from typing import Any, TypedDict
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from mmgraph.capture import BucketGrid, CaptureManager, rows
@@ -22,19 +23,14 @@ from mmgraph.serving.errors import ModelError
 from mmgraph.serving.positions import Ints, text_rotary
 from mmgraph.serving.tower import rotate
 
+# Not cuDNN's: it builds a plan for every new shape, which eager passes over chunks of many lengths would measure.
+_KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+
 
 class LanguageOutput(TypedDict):
     """``logits``, one row for each request of the batch, ``[requests, vocabulary]``."""
 
     logits: Tensor
-
-
-class LanguageFunction(Protocol):
-    """`LanguageModel.prefill` or `LanguageModel.decode`, or a `CaptureManager` around one."""
-
-    def __call__(self, **inputs: Any) -> Any:
-        """Run on the inputs that the function documents."""
-        ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -227,7 +223,8 @@ def _packed_attention(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, sca
     grouped = q.view(tokens, kv_heads, group, width).permute(2, 1, 0, 3)
     k = keys.transpose(0, 1).expand(group, -1, -1, -1)
     v = values.transpose(0, 1).expand(group, -1, -1, -1)
-    out = scaled_dot_product_attention(grouped, k, v, attn_mask=mask, scale=scale)
+    with sdpa_kernel(_KERNELS):
+        out = scaled_dot_product_attention(grouped, k, v, attn_mask=mask, scale=scale)
     return out.permute(2, 1, 0, 3).reshape(tokens, heads * width)
 
 
@@ -236,9 +233,9 @@ def _paged_attention(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scal
     batch, heads, width = q.shape
     kv_heads = keys.shape[2]
     grouped = q.view(batch, kv_heads, heads // kv_heads, width)
-    out = scaled_dot_product_attention(
-        grouped, keys.transpose(1, 2), values.transpose(1, 2), attn_mask=mask, scale=scale
-    )
+    k, v = keys.transpose(1, 2), values.transpose(1, 2)
+    with sdpa_kernel(_KERNELS):
+        out = scaled_dot_product_attention(grouped, k, v, attn_mask=mask, scale=scale)
     return out.reshape(batch, heads * width)
 
 

@@ -7,7 +7,7 @@ requests together. The same code runs eagerly and captured; only the three funct
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,21 +18,27 @@ from torch import Tensor
 from mmgraph.embedder import EncoderSpec, MultimodalEmbedder
 from mmgraph.inputs import MultimodalDataItem, MultimodalForwardContext, MultimodalInputs, pad_input_tokens
 from mmgraph.modality import Modality
-from mmgraph.serving.language import KeyValueCache, LanguageFunction, LanguageModel
+from mmgraph.serving.language import KeyValueCache, LanguageModel
 from mmgraph.serving.requests import Chunk, Request, schedule
 from mmgraph.serving.steps import SlotMap, decode_inputs, prefill_inputs
-from mmgraph.serving.tower import BlocksFunction, VisionTower
+from mmgraph.serving.tower import VisionTower
 
 PHASES = ("plan", "encode", "assemble", "prefill", "decode")
 
 
 @dataclass(frozen=True)
 class Functions:
-    """What a pass calls: the plain functions, or capture managers around them."""
+    """What a pass calls: the plain functions, or capture managers around them.
 
-    blocks: BlocksFunction
-    prefill: LanguageFunction
-    decode: LanguageFunction
+    Attributes:
+        blocks: `VisionTower.forward_blocks`.
+        prefill: `LanguageModel.prefill`.
+        decode: `LanguageModel.decode`.
+    """
+
+    blocks: Callable[..., Any]
+    prefill: Callable[..., Any]
+    decode: Callable[..., Any]
 
 
 @dataclass(frozen=True, eq=False)
@@ -248,7 +254,7 @@ class ServingLoop:
 class _Encoder:
     """The tower as the embedder calls it: items in, main and deepstack rows side by side out. It counts."""
 
-    def __init__(self, tower: VisionTower, blocks: BlocksFunction) -> None:
+    def __init__(self, tower: VisionTower, blocks: Callable[..., Any]) -> None:
         self._tower = tower
         self._blocks = blocks
         self.images = 0

@@ -7,6 +7,7 @@ in its photo.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -123,7 +124,7 @@ def build_requests(
     rng = np.random.default_rng(seed)
     author = _Author(config, rng)
     once, other = images[0], images[1 % len(images)]
-    rest = list(images[2:]) or list(images)
+    rest = itertools.cycle(images[2:] or images)
     requests: list[Request] = []
     for number in range(count):
         match number:
@@ -138,12 +139,11 @@ def build_requests(
                 lead = max(1, budget - other.tokens // 2 - 1)
                 requests.append(author.write("longer than a step", [lead, other, 11]))
             case _:
-                first = rest[(number - 4) % len(rest)]
+                lead = int(rng.integers(3, 30))
                 if number % 2 == 0:
-                    second = rest[(number - 3) % len(rest)]
-                    requests.append(author.write("two photos", [int(rng.integers(3, 30)), first, 6, second, 8]))
+                    requests.append(author.write("two photos", [lead, next(rest), 6, next(rest), 8]))
                 else:
-                    requests.append(author.write("photo", [int(rng.integers(3, 30)), first, 12]))
+                    requests.append(author.write("photo", [lead, next(rest), 12]))
     return requests
 
 

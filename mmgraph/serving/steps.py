@@ -86,6 +86,8 @@ def decode_inputs(
 ) -> dict[str, Any]:
     """The inputs of `LanguageModel.decode` for a step of all requests.
 
+    Every prompt's row of slots has the same width, a multiple of 64, which suits the attention kernels' alignment.
+
     Args:
         model: The language model.
         requests: All requests, their prompts in the cache.
@@ -93,7 +95,7 @@ def decode_inputs(
         ids: int64 ``[requests]``, the tokens.
         step: The step, counted from 0.
     """
-    longest = max(slots.room)
+    longest = -(-max(slots.room) // 64) * 64
     lengths = [len(r.ids) + step + 1 for r in requests]
     positions = np.array([[r.next_position + step for r in requests]] * 3, dtype=np.int64)
     cos, sin = model.rotary(positions)

@@ -6,7 +6,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from mmgraph.serving.report import GraphUse, RunReport
+from mmgraph.serving.report import GraphUse, PhaseTime, RunReport
 
 
 def show(report: RunReport, console: Console) -> None:
@@ -78,11 +78,10 @@ def _phases(report: RunReport) -> Table:
         "captured",
         "eager / captured",
     )
-    total = [sum(p.eager for p in report.phases), sum(p.captured for p in report.phases)]
-    rows = [(p.name, p.eager, p.captured) for p in report.phases]
-    for name, eager, captured in [*rows, ("all", *total)]:
-        ratio = f"{eager / captured:.2f}" if captured else "-"
-        table.add_row(name, f"{eager * 1e3:.2f} ms", f"{captured * 1e3:.2f} ms", ratio)
+    whole = PhaseTime("all", sum(p.eager for p in report.phases), sum(p.captured for p in report.phases))
+    for phase in [*report.phases, whole]:
+        ratio = f"{phase.eager / phase.captured:.2f}" if phase.captured else "-"
+        table.add_row(phase.name, f"{phase.eager * 1e3:.2f} ms", f"{phase.captured * 1e3:.2f} ms", ratio)
     return table
 
 

@@ -8,7 +8,7 @@ matrix product that its convolution (kernel equal to stride) is.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol, TypedDict
+from typing import Any, TypedDict
 
 import numpy as np
 import torch
@@ -25,14 +25,6 @@ class TowerOutput(TypedDict):
 
     main: Tensor
     deep: list[Tensor]
-
-
-class BlocksFunction(Protocol):
-    """`VisionTower.forward_blocks`, or a `CaptureManager` around it."""
-
-    def __call__(self, **inputs: Any) -> Any:
-        """Run on `VisionTower.prepare`'s inputs."""
-        ...
 
 
 class VisionTower:
