@@ -4,6 +4,7 @@ What shapes, dtypes and devices can show is checked on any tensor, fake or real.
 where the values are on the host; kernels record it in the error flag otherwise.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,6 +22,18 @@ def refuse_gradients(op: str, remedy: str, *tensors: torch.Tensor) -> None:
     """Raise GradientError if gradient mode is on and one of the tensors needs a gradient."""
     if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
         raise GradientError(f"{op} has no gradient but was given a tensor that requires one: {remedy}")
+
+
+def gradient_free(name: str, function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """The function behind an op without a gradient: it refuses tensors that need one instead of dropping it."""
+
+    def run(*arguments: Any) -> torch.Tensor:
+        if torch.is_grad_enabled():
+            tensors = [one for one in arguments if isinstance(one, torch.Tensor)]
+            refuse_gradients(f"mmgraph::{name}", f"call mmgraph.ops.{name}.", *tensors)
+        return function(*arguments)
+
+    return run
 
 
 def _check_matrix(op: str, name: str, tensor: torch.Tensor) -> None:

@@ -4,11 +4,15 @@ from mmgraph.ops import registration as _registration
 from mmgraph.ops.assembly import backward as _backward
 from mmgraph.ops.assembly import cuda as _cuda
 from mmgraph.ops.assembly import reference as _reference
+from mmgraph.ops.checks import gradient_free as _gradient_free
 
-for _suffix in ("", "_autograd"):
-    _registration.implement(f"assemble_embeddings{_suffix}", cpu=_reference.assemble, cuda=_cuda.assemble)
-    _registration.implement(f"merge_embeddings{_suffix}", cpu=_reference.merge, cuda=_cuda.merge)
-    _registration.implement(f"deepstack_add{_suffix}", cpu=_reference.deepstack_add, cuda=_cuda.deepstack_add)
+for _name, _cpu, _gpu in (
+    ("assemble_embeddings", _reference.assemble, _cuda.assemble),
+    ("merge_embeddings", _reference.merge, _cuda.merge),
+    ("deepstack_add", _reference.deepstack_add, _cuda.deepstack_add),
+):
+    _registration.implement(f"{_name}_autograd", cpu=_cpu, cuda=_gpu)
+    _registration.implement(_name, cpu=_gradient_free(_name, _cpu), cuda=_gradient_free(_name, _gpu))
 _registration.implement("assemble_embeddings_out", cpu=_reference.assemble_out, cuda=_cuda.assemble_out)
 for _name, _function in (
     ("assemble_embeddings_backward", _backward.assemble_backward),

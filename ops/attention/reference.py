@@ -28,15 +28,17 @@ class _Part(NamedTuple):
 
 
 def _parts(cu_seqlens: Tensor, tokens: int, heads: int, causal: bool) -> Iterator[_Part]:
-    device = cu_seqlens.device
-    if device.type == "cpu":
-        offsets = cu_seqlens.tolist()
-        for start, end in pairwise(offsets):
-            if end > start:
-                rows = torch.arange(end - start)
-                yield _Part(slice(start, end), slice(start, end), rows[:, None] >= rows if causal else None)
+    if cu_seqlens.device.type != "cpu":
+        yield from _masked_parts(cu_seqlens, tokens, heads, causal)
         return
-    rows = torch.arange(tokens, device=device)
+    for start, end in pairwise(cu_seqlens.tolist()):
+        if end > start:
+            rows = torch.arange(end - start)
+            yield _Part(slice(start, end), slice(start, end), rows[:, None] >= rows if causal else None)
+
+
+def _masked_parts(cu_seqlens: Tensor, tokens: int, heads: int, causal: bool) -> Iterator[_Part]:
+    rows = torch.arange(tokens, device=cu_seqlens.device)
     owner = _owners(cu_seqlens, tokens)
     batch = cu_seqlens.shape[0] - 1
     step = max(1, _SCORES_AT_ONCE // max(1, heads * tokens))

@@ -90,10 +90,7 @@ def _columns_adjacent(tensor: Tensor) -> Tensor:
 def _aligned(*tensors: Tensor) -> bool:
     """Whether every row of every head starts at a multiple of 16 bytes."""
     unit = 16 // tensors[0].element_size()
-    for tensor in tensors:
-        if tensor.stride(0) % unit or tensor.stride(1) % unit or tensor.data_ptr() % 16:
-            return False
-    return True
+    return not any(x.stride(0) % unit or x.stride(1) % unit or x.data_ptr() % 16 for x in tensors)
 
 
 def forward(

@@ -1,0 +1,167 @@
+"""Invariant: each wrong argument of the assembly ops has its own clear error, and the next good call works."""
+
+import numpy as np
+import pytest
+import torch
+
+from mmgraph import ops
+
+IDS = torch.tensor([0, 1, 2])
+TABLE = torch.arange(8.0).reshape(4, 2)
+POOL = torch.arange(6.0).reshape(3, 2) + 100
+MAP = torch.tensor([-1, 2, -1], dtype=torch.int32)
+
+
+def good():
+    got = ops.assemble_embeddings(IDS, TABLE, POOL, MAP)
+    assert got.tolist() == [[0.0, 1.0], [104.0, 105.0], [4.0, 5.0]]
+    merged = ops.merge_embeddings(TABLE, torch.tensor([False, True, False, True]), POOL[:2])
+    assert merged.tolist() == [[0.0, 1.0], [100.0, 101.0], [4.0, 5.0], [102.0, 103.0]]
+    assert ops.deepstack_add(TABLE[:3], POOL, MAP, 0)[1].tolist() == [106.0, 108.0]
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [
+        ({"input_ids": IDS[None]}, ops.ArgumentError, "input_ids must be a one-dimensional"),
+        ({"input_ids": IDS.float()}, ops.ArgumentError, "int32 or int64"),
+        ({"table": TABLE.long()}, ops.ArgumentError, "table must be a floating-point matrix"),
+        ({"table": TABLE[0]}, ops.ArgumentError, "table must be a floating-point matrix"),
+        ({"pool": POOL[0]}, ops.ArgumentError, "pool must be a floating-point matrix"),
+        ({"pool": POOL.reshape(2, 3)}, ops.ArgumentError, "as wide as table rows, 2, got 3"),
+        ({"row_map": MAP.long()}, ops.ArgumentError, "row_map must be a one-dimensional int32"),
+        ({"row_map": MAP[:2]}, ops.ArgumentError, "one entry per row, 3, got 2"),
+        ({"row_map": MAP.numpy()}, ops.ArgumentError, "RowMap or an int32 tensor, got ndarray"),
+        ({"row_map": MAP + 1}, ops.DataError, "row 1 has 3"),
+        ({"row_map": MAP - 1}, ops.DataError, "row 0 has -2"),
+        ({"pool": POOL.to("meta")}, ops.ArgumentError, "pool on meta"),
+        (
+            {"input_ids": torch.tensor([0, 9, 4]), "strict": True},
+            ops.DataError,
+            r"row 2 has id 4, outside the vocabulary of 4.*\(1 such",
+        ),
+        ({"table": TABLE[:0]}, ops.DataError, "outside the vocabulary of 0"),
+    ],
+)
+def test_assemble_refuses(change, error, words):
+    arguments = {"input_ids": IDS, "table": TABLE, "pool": POOL, "row_map": MAP} | change
+    strict = arguments.pop("strict", False)
+    with pytest.raises(error, match=words):
+        ops.assemble_embeddings(**arguments, strict=strict)
+    out = torch.full((3, 2), 7.0)
+    with pytest.raises(error, match=words):
+        ops.assemble_embeddings_out(**arguments, strict=strict, out=out)
+    assert bool((out == 7).all())
+    good()
+
+
+@pytest.mark.parametrize(
+    ("out", "words"),
+    [
+        (torch.empty(4, 2), r"shape \[3, 2\], got \[4, 2\]"),
+        (torch.empty(3, 2, dtype=torch.float64), "table's dtype"),
+        (TABLE[:3], "overlaps table"),
+        (POOL, "overlaps pool"),
+    ],
+)
+def test_the_out_form_refuses_buffers_that_do_not_fit(out, words):
+    with pytest.raises(ops.ArgumentError, match=words):
+        ops.assemble_embeddings_out(IDS, TABLE, POOL, MAP, out=out)
+    good()
+
+
+def test_the_out_form_refuses_gradients_and_works_without():
+    table = TABLE.clone().requires_grad_()
+    out = torch.empty(3, 2)
+    with pytest.raises(ops.GradientError, match="use assemble_embeddings"):
+        ops.assemble_embeddings_out(IDS, table, POOL, MAP, out=out)
+    with torch.no_grad():
+        ops.assemble_embeddings_out(IDS, table, POOL, MAP, out=out)
+    assert torch.equal(out, ops.assemble_embeddings(IDS, TABLE, POOL, MAP))
+
+
+def test_the_gradient_free_op_refuses_to_drop_a_gradient():
+    table = TABLE.clone().requires_grad_()
+    with pytest.raises(ops.GradientError, match=r"mmgraph\.ops\.assemble_embeddings"):
+        torch.ops.mmgraph.assemble_embeddings(IDS, table, POOL, MAP, False)
+    with pytest.raises(ops.GradientError, match=r"mmgraph\.ops\.merge_embeddings"):
+        torch.ops.mmgraph.merge_embeddings(table, torch.tensor([True, False, False, False]), POOL[:1], None)
+    with pytest.raises(ops.GradientError, match=r"mmgraph\.ops\.deepstack_add"):
+        torch.ops.mmgraph.deepstack_add(table[:3], POOL, MAP, 0)
+    good()
+
+
+MASK = torch.tensor([True, False, True, False])
+
+
+@pytest.mark.parametrize(
+    ("embeds", "mask", "features", "count", "error", "words"),
+    [
+        (TABLE, MASK, POOL[:1], None, ops.CountMismatchError, "2 placeholders but 1 feature"),
+        (TABLE, MASK, POOL, None, ops.CountMismatchError, "2 placeholders but 3 feature"),
+        (TABLE, MASK, POOL[:0], None, ops.CountMismatchError, "2 placeholders but 0 feature"),
+        (TABLE, MASK, POOL[:2], 3, ops.CountMismatchError, "3 placeholders but 2 feature"),
+        (TABLE, MASK, POOL, 3, ops.CountMismatchError, "2 placeholders but 3 feature"),
+        (TABLE, MASK, POOL[:2].reshape(1, 4), None, ops.ArgumentError, "as wide as embeds rows, 2, got 4"),
+        (TABLE, MASK, POOL[:2].reshape(4, 1), None, ops.ArgumentError, "as wide as embeds rows, 2, got 1"),
+        (TABLE, MASK[:3], POOL[:2], None, ops.ArgumentError, "one entry per row, 4, got 3"),
+        (TABLE, MASK.int(), POOL[:2], None, ops.ArgumentError, "bool tensor"),
+        (TABLE, MASK, POOL[:2].long(), None, ops.ArgumentError, "features must be a floating-point"),
+        (TABLE[:0], MASK[:0], POOL[:1], None, ops.CountMismatchError, "0 placeholders but 1 feature"),
+    ],
+)
+def test_merge_refuses(embeds, mask, features, count, error, words):
+    with pytest.raises(error, match=words):
+        ops.merge_embeddings(embeds, mask, features, num_placeholders=count)
+    good()
+
+
+@pytest.mark.parametrize(
+    ("pool", "row_map", "level", "error", "words"),
+    [
+        (POOL, MAP, 1, ops.ArgumentError, "level must be between 0 and 0, got 1"),
+        (POOL, MAP, -1, ops.ArgumentError, "level must be between"),
+        (POOL.reshape(2, 3), MAP, 0, ops.ArgumentError, "multiple of hidden width 2, got 3"),
+        (POOL, MAP[:1], 0, ops.ArgumentError, "one entry per row"),
+        (POOL, MAP + 1, 0, ops.DataError, "deepstack_add: row_map values"),
+    ],
+)
+def test_deepstack_refuses(pool, row_map, level, error, words):
+    with pytest.raises(error, match=words):
+        ops.deepstack_add(TABLE[:3], pool, row_map, level)
+    good()
+
+
+@pytest.mark.parametrize(
+    ("ranges", "words"),
+    [
+        (([0], [3], [0]), "destination range must lie inside the 3 output rows; range 0 is rows 0 to 3"),
+        (([-1], [0], [0]), "destination range must lie inside"),
+        (([2], [1], [0]), "must not be empty"),
+        (([0, 1], [0, 2], [0, 4]), "source range must lie inside the 5 pool rows; range 1 is rows 4 to 5"),
+        (([0], [0], [-1]), "source range must lie inside"),
+        (([0, 1], [0], [0]), "one entry per range, got 2, 1 and 1"),
+        (([0.5], [1], [0]), "dst_start must be a one-dimensional integer"),
+        (([[0]], [[1]], [[0]]), "dst_start must be a one-dimensional integer"),
+    ],
+)
+def test_a_row_map_refuses_ranges_out_of_bounds(ranges, words):
+    with pytest.raises(ops.ArgumentError, match=words):
+        ops.RowMap.from_ranges(3, *ranges, pool_rows=5)
+    assert ops.RowMap.from_ranges(3, [1], [2], [3], pool_rows=5).host.tolist() == [-1, 3, 4]
+
+
+def test_a_row_map_is_frozen_and_knows_its_pool():
+    row_map = ops.RowMap.from_ranges(3, np.array([1]), np.array([1]), np.array([4]), pool_rows=5)
+    with pytest.raises(ValueError, match="read-only"):
+        row_map.host[0] = 1
+    with pytest.raises(AttributeError):
+        row_map.pool_rows = 9
+    device = row_map.to("cpu")
+    device[0] = 4  # a copy of its own
+    assert row_map.host.tolist() == [-1, 4, -1]
+    with pytest.raises(ops.ArgumentError, match="built for a pool of 5 rows, but the pool has 3"):
+        ops.assemble_embeddings(IDS, TABLE, POOL, row_map)
+    with pytest.raises(ops.ArgumentError, match="between 0 and"):
+        ops.RowMap.from_ranges(-1, [], [], [], pool_rows=5)
+    good()

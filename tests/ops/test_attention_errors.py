@@ -1,0 +1,66 @@
+"""Invariant: each wrong argument of attention has its own clear error, and the next good call works."""
+
+import pytest
+import torch
+
+from mmgraph import ops
+
+Q = torch.randn(6, 4, 8)
+KV = torch.randn(6, 2, 8)
+CU = torch.tensor([0, 2, 5], dtype=torch.int32)
+
+
+def good():
+    out = ops.varlen_attention(Q, KV, KV, CU, 3)
+    assert bool(out[:5].isfinite().all())
+    assert float(out[5].abs().sum()) == 0.0
+
+
+def cu(*values):
+    return torch.tensor(values, dtype=torch.int32)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [
+        ({"q": Q[None]}, ops.ArgumentError, r"must have shape \[tokens, heads, width\]"),
+        ({"q": Q.long()}, ops.ArgumentError, "one floating-point dtype"),
+        ({"k": KV.double()}, ops.ArgumentError, "one floating-point dtype"),
+        ({"k": KV[:5]}, ops.ArgumentError, "must agree in tokens"),
+        ({"v": KV[:, :1]}, ops.ArgumentError, "must agree in tokens"),
+        ({"k": KV[:, :, :4]}, ops.ArgumentError, "q and k in width"),
+        ({"q": Q[:, :3]}, ops.ArgumentError, r"heads \(3\) must be a multiple of kv_heads \(2\)"),
+        ({"q": Q[:, :0], "k": KV[:, :0], "v": KV[:, :0]}, ops.ArgumentError, "must be positive"),
+        ({"cu_seqlens": CU.long()}, ops.ArgumentError, "one-dimensional int32"),
+        ({"cu_seqlens": CU[None]}, ops.ArgumentError, "one-dimensional int32"),
+        ({"cu_seqlens": CU[:0]}, ops.ArgumentError, "batch \\+ 1 entries, got none"),
+        ({"cu_seqlens": CU.to("meta")}, ops.ArgumentError, "on one device"),
+        ({"cu_seqlens": cu(1, 5)}, ops.DataError, "must start at 0, got 1"),
+        ({"cu_seqlens": cu(0, 3, 2, 5)}, ops.DataError, "must not decrease, got 3 then 2 at entry 2"),
+        ({"cu_seqlens": cu(0, 3, 7)}, ops.DataError, "ends at 7 but there are 6 tokens"),
+        ({"max_seqlen": 2}, ops.DataError, "longest sequence has 3 tokens but max_seqlen is 2"),
+        ({"max_seqlen": -1}, ops.ArgumentError, "must not be negative"),
+        ({"max_seqlen": torch.tensor(3)}, ops.ArgumentError, "would synchronise"),
+        ({"max_seqlen": 3.0}, ops.ArgumentError, "must be a Python int, got float"),
+        ({"max_seqlen": True}, ops.ArgumentError, "must be a Python int, got bool"),
+        ({"backend": "flash"}, ops.UnknownBackend, "choose one of fa2, triton, reference"),
+        ({"backend": "triton"}, ops.UnusableBackend, "reference: usable"),
+        ({"backend": "fa2"}, ops.UnusableBackend, "tensors are on cpu"),
+    ],
+)
+@pytest.mark.parametrize("gradient", [False, True])
+def test_attention_refuses(change, error, words, gradient):
+    arguments = {"q": Q, "k": KV, "v": KV, "cu_seqlens": CU, "max_seqlen": 3} | change
+    if gradient and arguments["q"].is_floating_point():
+        arguments["q"] = arguments["q"].clone().requires_grad_()
+    with pytest.raises(error, match=words):
+        ops.varlen_attention(**arguments)
+    good()
+
+
+def test_the_gradient_free_op_refuses_to_drop_a_gradient():
+    q = Q.clone().requires_grad_()
+    for op in (torch.ops.mmgraph.varlen_attention, torch.ops.mmgraph.attn_reference):
+        with pytest.raises(ops.GradientError, match=r"mmgraph\.ops\.varlen_attention"):
+            op(q, KV, KV, CU, 3, None, False)
+    good()
