@@ -1,4 +1,4 @@
-"""Invariant: a call gets the smallest bucket that holds it, a miss beyond the grid, and every kept bucket can be reached."""
+"""Invariant: a call gets the smallest bucket that holds it, beyond the grid a miss; every kept bucket is reachable."""
 
 import itertools
 import pickle

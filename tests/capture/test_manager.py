@@ -1,4 +1,4 @@
-"""Invariant: a call gives what the function gives on the call's own inputs, whatever ran between, and later calls change nothing."""
+"""Invariant: a call gives what the function gives on its own inputs, whatever ran between; results never change."""
 
 import threading
 from typing import Any, NamedTuple
@@ -27,7 +27,7 @@ from mmgraph.capture import (
 
 
 def segment_means(x: torch.Tensor, cu: torch.Tensor, weight: torch.Tensor, longest: int) -> dict[str, Any]:
-    """Each row plus the mean of its sequence; rows of no sequence give zero. Integers in float64, so that sums are exact."""
+    """Rows plus the sum of their sequence; zero for rows of none. Integers in float64, so that sums are exact."""
     position = torch.arange(x.shape[0])
     segment = torch.searchsorted(cu[1:].contiguous(), position, right=True)
     covered = (position < cu[-1])[:, None]

@@ -1,4 +1,4 @@
-"""Invariant: a recording repeats the operations on the same storage, shows lifetime bugs as NaN, refuses what it can't repeat."""
+"""Invariant: a recording repeats operations on the same storage, shows lifetime bugs, refuses what it cannot repeat."""
 
 from collections.abc import Callable
 
