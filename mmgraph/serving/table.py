@@ -6,7 +6,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from mmgraph.serving.report import GraphUse, PhaseTime, RunReport
+from mmgraph.serving.report import PhaseTime, RunReport
 
 
 def show(report: RunReport, console: Console) -> None:
@@ -24,40 +24,33 @@ def show(report: RunReport, console: Console) -> None:
         f"{env['device_name']}, {env['dtype']}, torch {env['torch']}, tower attention: {env['attention']}, "
         f"seed {report.settings['seed']}"
     )
-    console.print(_requests(report))
-    console.print(_phases(report))
-    console.print(_graphs(report))
-    console.print(_differences(report))
-    console.print(_memory_line(report))
+    for title, table in (_requests(report), _phases(report), _graphs(report), _differences(report)):
+        console.print(f"\n[bold]{title}[/bold]")
+        console.print(table)
+    console.print(f"allowed: {report.tolerance_rule}")
+    console.print(_tokens(report))
+    console.print(_memory(report))
     for note in report.notes:
         console.print(f"[dim]{note}[/dim]")
-    tokens = report.tokens
-    if tokens.equal:
-        console.print(f"greedy tokens: all {tokens.compared} equal")
-    else:
-        console.print(
-            f"greedy tokens: {tokens.different} of {tokens.compared} differ, {tokens.ties} of them ties within the "
-            "tolerance"
-        )
     verdict = "[bold green]eager and captured agree[/bold green]"
     console.print(
         verdict if report.ok else "[bold red]eager and captured differ beyond the tolerance[/bold red]"
     )
 
 
-def _table(title: str, *columns: str) -> Table:
-    table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left")
+def _table(*columns: str) -> Table:
+    table = Table(box=box.SIMPLE_HEAD)
     for number, column in enumerate(columns):
         table.add_column(column, justify="left" if number == 0 else "right")
     return table
 
 
-def _requests(report: RunReport) -> Table:
+def _requests(report: RunReport) -> tuple[str, Table]:
     title = (
         f"{len(report.requests)} requests, {report.images_used} images in them, {report.images_encoded} encoded, "
         f"prefill steps of at most {report.settings['budget']} tokens"
     )
-    table = _table(title, "request", "tokens", "photos", "patches", "chunks")
+    table = _table("request", "tokens", "photos", "patches", "chunks")
     for number, request in enumerate(report.requests):
         images = request["images"]
         table.add_row(
@@ -67,34 +60,29 @@ def _requests(report: RunReport) -> Table:
             ", ".join("x".join(str(n) for n in image["grid"][1:]) for image in images) or "-",
             " + ".join(str(count) for count in request["chunks"]),
         )
-    return table
+    return title, table
 
 
-def _phases(report: RunReport) -> Table:
-    table = _table(
-        f"time of the whole batch, median of {report.settings['passes']} passes, device waited for after each phase",
-        "phase",
-        "eager",
-        "captured",
-        "eager / captured",
-    )
+def _phases(report: RunReport) -> tuple[str, Table]:
+    passes = report.settings["passes"]
+    title = f"time of the whole batch, median of {passes} passes, the device waited for after each phase"
+    table = _table("phase", "eager", "captured", "eager / captured")
     whole = PhaseTime("all", sum(p.eager for p in report.phases), sum(p.captured for p in report.phases))
     for phase in [*report.phases, whole]:
         ratio = f"{phase.eager / phase.captured:.2f}" if phase.captured else "-"
         table.add_row(phase.name, f"{phase.eager * 1e3:.2f} ms", f"{phase.captured * 1e3:.2f} ms", ratio)
-    return table
+    return title, table
 
 
-def _graphs(report: RunReport) -> Table:
-    backend = report.graphs[0].report.backend if report.graphs else "none"
-    title = f"graphs ({backend})"
-    if report.graphs:
-        title += f", calls of {report.graphs[0].passes} captured passes"
-    table = _table(title, "function", "buckets", "precompile", "hit", "missed", "padding", "static", "pool")
+def _graphs(report: RunReport) -> tuple[str, Table]:
+    backend = report.graphs[0].report.backend
+    title = f"graphs ({backend}), calls of {report.graphs[0].passes} captured passes"
+    table = _table("function", "buckets", "precompile", "hit", "missed", "padding", "static", "pool")
     for use in report.graphs:
+        used = sum(1 for bucket in use.report.buckets if bucket.hits)
         table.add_row(
             use.name,
-            f"{_used(use)} of {len(use.report.buckets)} used",
+            f"{used} of {len(use.report.buckets)} used",
             f"{use.precompile_seconds:.2f} s",
             str(use.report.hits),
             str(use.missed),
@@ -102,26 +90,28 @@ def _graphs(report: RunReport) -> Table:
             size(use.report.static_bytes),
             size(use.report.pool_bytes),
         )
-    return table
+    return title, table
 
 
-def _used(use: GraphUse) -> int:
-    return sum(1 for bucket in use.report.buckets if bucket.hits)
-
-
-def _differences(report: RunReport) -> Table:
-    table = _table(
-        "largest difference, eager against captured", "values", "absolute", "relative", "allowed", ""
-    )
+def _differences(report: RunReport) -> tuple[str, Table]:
+    table = _table("values", "absolute", "relative", "allowed", "")
     for d in report.differences:
         mark = "[green]ok[/green]" if d.ok else "[red]too large[/red]"
         table.add_row(d.name, f"{d.absolute:.3g}", f"{d.relative:.3g}", f"{d.allowed:.3g}", mark)
-    table.caption = f"allowed: {report.tolerance_rule}"
-    table.caption_justify = "left"
-    return table
+    return "largest difference, eager against captured", table
 
 
-def _memory_line(report: RunReport) -> str:
+def _tokens(report: RunReport) -> str:
+    tokens = report.tokens
+    if tokens.equal:
+        return f"greedy tokens: all {tokens.compared} equal"
+    return (
+        f"greedy tokens: {tokens.different} of {tokens.compared} differ; in {tokens.ties} of them the eager logits of "
+        "the two are a tie within the tolerance"
+    )
+
+
+def _memory(report: RunReport) -> str:
     m = report.memory
     line = (
         f"memory: weights {size(m.weights)}, key-value cache {size(m.cache)}, static buffers {size(m.static)}, "
