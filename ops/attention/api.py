@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import torch
 
-from mmgraph.ops.attention.registry import backend_names, find_backend
+from mmgraph.ops.attention.registry import backend_names, unknown_backend
 from mmgraph.ops.checks import check_max_seqlen_type
 from mmgraph.ops.registration import overload
 
@@ -53,10 +53,13 @@ def varlen_attention(
     if type(max_seqlen) is not int:
         check_max_seqlen_type(max_seqlen)
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        if backend is not None:
-            find_backend(backend)
+        if backend is not None and backend not in _named:
+            raise unknown_backend(backend)
         out: torch.Tensor = _attention_lse(q, k, v, cu_seqlens, max_seqlen, scale, causal, backend or "")[0]
         return out
     if backend is None:
         return _attention(q, k, v, cu_seqlens, max_seqlen, scale, causal)
-    return _named[find_backend(backend).name](q, k, v, cu_seqlens, max_seqlen, scale, causal)
+    op = _named.get(backend)
+    if op is None:
+        raise unknown_backend(backend)
+    return op(q, k, v, cu_seqlens, max_seqlen, scale, causal)

@@ -86,8 +86,7 @@ def forward(
             window_size_left=-1,
             window_size_right=-1,
         )[:2]
-    if v_dim != width:
-        out = out[:, :, :v_dim].contiguous()
+    out = out[:, :, :v_dim].contiguous()  # itself, unless it was padded or has the strides of a head-major q
     zero_tail(out, cu_seqlens, max_seqlen)
     if not with_lse:
         return out, None

@@ -114,7 +114,7 @@ def backward(
     group = heads // kv_heads
     work = lse_dtype(q.dtype)
     gw, qw, kw, vw = (_covered(x, cu_seqlens, work) for x in (grad, q, k, v))
-    dq, dk, dv = torch.zeros_like(qw), torch.zeros_like(kw), torch.zeros_like(vw)
+    dq, dk, dv = (x.new_zeros(x.shape) for x in (qw, kw, vw))
     sums = torch.where(lse == float("-inf"), 0, lse).to(work).reshape(kv_heads, group, tokens)
     for part in _parts(cu_seqlens, tokens, heads, causal):
         grads = gw[part.queries].reshape(-1, kv_heads, group, v_dim)

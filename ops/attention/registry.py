@@ -77,16 +77,9 @@ def backend_names() -> list[str]:
     return list(_table())
 
 
-def find_backend(name: str) -> AttentionBackend:
-    """The record of that name.
-
-    Raises:
-        UnknownBackend: There is none; the message lists the names.
-    """
-    record = _table().get(name)
-    if record is None:
-        raise UnknownBackend(f"no attention backend is named {name!r}; choose one of {', '.join(_table())}.")
-    return record
+def unknown_backend(name: str) -> UnknownBackend:
+    """The error for a name that no backend has; it lists the names."""
+    return UnknownBackend(f"no attention backend is named {name!r}; choose one of {', '.join(_table())}.")
 
 
 @lru_cache(maxsize=4096)
@@ -99,7 +92,9 @@ def require_backend(name: str, traits: Traits) -> AttentionBackend:
         BrokenBackend: Its package is installed and can't be imported.
         GradientError: A gradient is needed and the backend has none.
     """
-    record = find_backend(name)
+    record = _table().get(name)
+    if record is None:
+        raise unknown_backend(name)
     reason = record.why_not(traits)
     if reason is not None:
         raise UnusableBackend(
@@ -180,10 +175,10 @@ __all__ = [
     "BackendReport",
     "Traits",
     "backend_names",
-    "find_backend",
     "forget_choices",
     "import_package",
     "reports",
     "require_backend",
+    "unknown_backend",
     "usable_backends",
 ]

@@ -1,0 +1,63 @@
+"""Invariant: what a kernel records is raised once, by name, and then forgotten."""
+
+import pytest
+import torch
+
+from mmgraph import ops
+from mmgraph.ops import error_flag
+from mmgraph.ops.error_flag import FIELDS, Fault
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def own_flags(monkeypatch):
+    monkeypatch.setattr(error_flag, "_flags", {})
+
+
+@pytest.mark.parametrize("fault", list(Fault))
+def test_a_recorded_fault_is_raised_once_and_cleared(fault):
+    flag = error_flag.flag_for(CPU)
+    flag[fault * FIELDS : (fault + 1) * FIELDS] = torch.tensor([3, 41, 77])
+    with pytest.raises(ops.DeviceError) as caught:
+        ops.check_errors()
+    for part in ("cpu", "41", "77"):
+        assert part in str(caught.value)
+    ops.check_errors()
+    ops.check_errors("cpu")
+    assert error_flag.flag_for(CPU) is flag  # its address stays
+
+
+def test_several_faults_are_raised_together():
+    error_flag.flag_for(CPU)[:] = 1
+    with pytest.raises(ops.DeviceError) as caught:
+        ops.check_errors(CPU)
+    for op in ("assemble_embeddings", "merge_embeddings", "deepstack_add", "varlen_attention"):
+        assert op in str(caught.value)
+
+
+def test_a_flag_made_in_inference_mode_can_be_cleared_outside():
+    with torch.inference_mode():
+        flag = error_flag.flag_for(CPU)
+    assert not flag.is_inference()
+    flag[0] = 1
+    with torch.inference_mode(), pytest.raises(ops.DeviceError):
+        ops.check_errors()
+    ops.check_errors()
+
+
+def test_a_device_without_a_flag_has_nothing_to_tell():
+    ops.check_errors("cpu")
+    ops.prepare_device("cpu")
+    assert list(error_flag._flags) == [CPU]
+
+
+def test_a_capture_needs_the_flag_made_before(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(ops.CaptureError, match="prepare_device"):
+        error_flag.flag_for(torch.device("cuda", 0))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(ops.CaptureError, match="after the replay"):
+        ops.check_errors()
+    with pytest.raises(ops.CaptureError, match="pass the tensor"):
+        ops.RowMap.from_ranges(2, [0], [0], [0], pool_rows=1).to("cuda:0")
