@@ -1,5 +1,6 @@
-"""Invariant: equal hashes mean equal modality, dtype, shape, partition and bytes; a pad value names modality and hash."""
+"""Invariant: equal hashes mean equal modality, dtype, shape, partition and bytes; pad values name modality and hash."""
 
+import itertools
 import os
 import pickle
 import subprocess
@@ -132,7 +133,7 @@ def test_intervals_are_disjoint_and_inside_int32() -> None:
     )
     assert intervals[0].start >= PAD_VALUE_MIN == 1_000_000
     assert intervals[-1].stop - 1 <= PAD_VALUE_MAX == 2**31 - 2
-    assert all(a.stop <= b.start for a, b in zip(intervals, intervals[1:], strict=False))
+    assert all(a.stop <= b.start for a, b in itertools.pairwise(intervals))
 
 
 def test_close_hashes_give_different_pad_values() -> None:

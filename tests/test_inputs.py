@@ -1,4 +1,4 @@
-"""Invariant: padding writes each item's pad value at its offsets and nowhere else, and never changes a prompt's length."""
+"""Invariant: padding writes each item's pad value at its offsets and nowhere else, and changes no prompt's length."""
 
 import copy
 import pickle
@@ -88,7 +88,7 @@ def test_wrong_offsets_are_refused(offsets: list[tuple[int, int]], message: str)
 
 def test_a_pad_value_that_is_no_integer_is_refused() -> None:
     item = MultimodalDataItem("image", [(0, 1)], pad_value=1.5)
-    with pytest.raises(InputsError, match="pad value must be an integer, None or 'auto', got 1.5"):
+    with pytest.raises(InputsError, match=r"pad value must be an integer, None or 'auto', got 1\.5"):
         pad_input_tokens([1, 2], MultimodalInputs([item]))
     item.pad_value = 8
     assert pad_input_tokens([1, 2], MultimodalInputs([item])) == [8, 8]

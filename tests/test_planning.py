@@ -1,4 +1,4 @@
-"""Invariant: a plan covers each of the chunk's item positions once, from inside one canonical item per modality and hash."""
+"""Invariant: a plan covers each item position of the chunk once, from one canonical item per modality and hash."""
 
 import dataclasses
 import subprocess

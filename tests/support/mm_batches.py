@@ -1,7 +1,7 @@
 """Random forward batches from a seed, and what must come of them, written down position by position.
 
-The oracle shares no code with the plan: it walks the prompt positions of each chunk and searches the items of the request
-for the one that covers the position.
+The oracle shares no code with the plan: it walks the prompt positions of each chunk and searches the items of the
+request for the one that covers the position.
 """
 
 import random
@@ -133,8 +133,8 @@ def random_batch(
     torch_rng = torch.Generator().manual_seed(seed)
     deep = frozenset(m for m in Modality if deepstack and rng.random() < 0.4)
     dtypes = (torch.float32, torch.bfloat16, torch.float16)
-    embedding = torch.nn.Embedding(VOCABULARY, HIDDEN, dtype=rng.choice(dtypes), device=device)
-    embedding.requires_grad_(False)
+    weight = torch.randn(VOCABULARY, HIDDEN, generator=torch_rng).to(device, rng.choice(dtypes))
+    embedding = torch.nn.Embedding.from_pretrained(weight)
     encoders = {
         m: EncoderSpec(
             Encoder(HIDDEN * (1 + LEVELS) if m in deep else HIDDEN, rng.choice(dtypes)), deepstack=m in deep

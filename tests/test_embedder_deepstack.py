@@ -1,0 +1,149 @@
+"""Invariant: deepstack rows lie at their items' positions and nowhere else, in the form that the spec names."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mm_batches import (
+    HIDDEN,
+    LEVELS,
+    VOCABULARY,
+    Encoder,
+    Model,
+    feature_for,
+    one_request,
+    random_batch,
+    simple_item,
+)
+
+from mmgraph.embedder import DeepstackRows, EncoderSpec, MultimodalEmbedder
+from mmgraph.errors import EncoderOutputError, EncoderSpecError, RowsError
+from mmgraph.inputs import Modality, MultimodalDataItem
+from mmgraph.ops import deepstack_add
+
+WIDE = HIDDEN * (1 + LEVELS)
+TABLE = torch.randn(VOCABULARY, HIDDEN)
+
+
+def deep_item(**fields: object) -> MultimodalDataItem:
+    return MultimodalDataItem(
+        "image", [(1, 2)], **{"feature": feature_for(Modality.IMAGE, 0, 2, WIDE), **fields}
+    )
+
+
+def call(
+    item: MultimodalDataItem, model: object, encoder: object = None, **spec: object
+) -> tuple[torch.Tensor, dict]:
+    encoders = {Modality.IMAGE: EncoderSpec(encoder or Encoder(WIDE), deepstack=True, **spec)}
+    ids = torch.zeros(4, dtype=torch.int64)
+    return MultimodalEmbedder().apply(ids, TABLE, one_request([item], 4), encoders, model)
+
+
+@settings(max_examples=60)
+@given(seed=st.integers(0, 2**32 - 1))
+def test_sparse_adds_what_dense_adds(seed: int) -> None:
+    dense_batch, sparse_batch = random_batch(seed), random_batch(seed)
+    encoders = {
+        modality: EncoderSpec(spec.fn, deepstack=spec.deepstack, deepstack_form="sparse")
+        for modality, spec in sparse_batch.encoders.items()
+    }
+    embedder = MultimodalEmbedder()
+    embeds, dense = embedder.apply(
+        dense_batch.input_ids, dense_batch.embedding, dense_batch.ctx, dense_batch.encoders, Model()
+    )
+    again, sparse = embedder.apply(
+        sparse_batch.input_ids, sparse_batch.embedding, sparse_batch.ctx, encoders, Model()
+    )
+    assert (embeds is None) == (again is None)
+    assert bool(dense) == bool(sparse)
+    if not dense:
+        return
+    assert torch.equal(embeds, again)
+    rows = sparse["deepstack_rows"]
+    assert isinstance(rows, DeepstackRows)
+    assert rows.levels == LEVELS
+    hidden = torch.randn(embeds.shape).to(embeds.dtype)
+    buffer = dense["input_deepstack_embeds"]
+    for level in range(LEVELS):
+        expected = hidden + buffer[:, level * HIDDEN : (level + 1) * HIDDEN]
+        assert torch.equal(deepstack_add(hidden, rows.pool, rows.row_map, level), expected)
+
+
+def test_no_keyword_where_no_range_has_deepstack() -> None:
+    encoders = {
+        Modality.IMAGE: EncoderSpec(Encoder(WIDE), deepstack=True),
+        Modality.AUDIO: EncoderSpec(Encoder()),
+    }
+    item = simple_item([(0, 1)], Modality.AUDIO)
+    ids = torch.zeros(4, dtype=torch.int64)
+    embeds, kwargs = MultimodalEmbedder().apply(ids, TABLE, one_request([item], 4), encoders, Model())
+    assert torch.equal(embeds[:2], item.encoded)
+    assert kwargs == {}
+    assert item.encoded_deepstack is None
+
+
+class Wrong:
+    deepstack_visual_indexes = (1, 2)
+
+    def __init__(self, give: object) -> None:
+        self.separate_deepstack_embeds = give
+
+
+@pytest.mark.parametrize(
+    "give",
+    [
+        lambda rows: (rows, rows[:, :0]),
+        lambda rows: (rows[:, :HIDDEN], rows[:, HIDDEN : 2 * HIDDEN]),
+        lambda rows: (rows[:, :HIDDEN], None),
+        lambda rows: (rows[:1, :HIDDEN], rows[:, HIDDEN:]),
+        lambda rows: (rows[:, :HIDDEN], rows[:1, HIDDEN:]),
+        lambda rows: (rows[:, : HIDDEN - 1], rows[:, HIDDEN:]),
+        lambda rows: rows[:, :HIDDEN],
+    ],
+)
+def test_wrong_separations_are_refused_and_a_retry_works(give: object) -> None:
+    item = deep_item()
+    feature = item.feature
+    with pytest.raises(EncoderOutputError, match="request 0, IMAGE item") as caught:
+        call(item, Wrong(give))
+    assert caught.value.request == 0
+    assert item.encoded is None
+    assert item.encoded_deepstack is None
+    assert item.feature is feature
+    embeds, kwargs = call(item, Model())
+    assert torch.equal(embeds[1:3], -feature[:, :HIDDEN])
+    assert torch.equal(kwargs["input_deepstack_embeds"][1:3], -feature[:, HIDDEN:])
+
+
+@pytest.mark.parametrize("model", [None, object(), Wrong(None)])
+def test_a_model_without_deepstack_is_refused_before_encoding(model: object) -> None:
+    item, encoder = deep_item(), Encoder(WIDE)
+    with pytest.raises(EncoderSpecError, match="needs a multimodal_model with separate_deepstack_embeds"):
+        call(item, model, encoder)
+    assert encoder.calls == []
+    call(item, Model(), encoder)
+    assert encoder.calls == [[item]]
+
+
+def test_precomputed_rows_need_deep_rows() -> None:
+    rows = torch.randn(2, HIDDEN)
+    item = deep_item(encoded=rows, feature=None)
+    with pytest.raises(RowsError, match=r"request 0: .*encoded_deepstack must be .* \[2, 10\], got NoneType"):
+        call(item, Model())
+    item.encoded_deepstack = torch.randn(2, HIDDEN * LEVELS)
+    embeds, kwargs = call(item, Model())
+    assert torch.equal(embeds[1:3], rows)
+    assert torch.equal(kwargs["input_deepstack_embeds"][1:3], item.encoded_deepstack)
+    assert not kwargs["input_deepstack_embeds"][[0, 3]].any()
+
+
+def test_unknown_and_mixed_forms_are_refused() -> None:
+    with pytest.raises(EncoderSpecError, match="'dense' or 'sparse', got 'wide'"):
+        EncoderSpec(Encoder(), deepstack=True, deepstack_form="wide")
+    encoders = {
+        Modality.IMAGE: EncoderSpec(Encoder(WIDE), deepstack=True),
+        Modality.VIDEO: EncoderSpec(Encoder(WIDE), deepstack=True, deepstack_form="sparse"),
+    }
+    ids = torch.zeros(4, dtype=torch.int64)
+    with pytest.raises(EncoderSpecError, match="must name one form"):
+        MultimodalEmbedder().apply(ids, TABLE, one_request([deep_item()], 4), encoders, Model())
