@@ -8,11 +8,17 @@ class ServingError(Exception):
 
 
 class MissingExtraError(ServingError):
-    """A package that an optional extra brings is not installed."""
+    """A package that an optional extra brings is not installed, or too old.
 
-    def __init__(self, package: str) -> None:
+    Args:
+        package: The package's name on the index.
+        version: Which version is needed and which is here, where one is here.
+    """
+
+    def __init__(self, package: str, version: str = "") -> None:
+        need = f"{package} {version}".strip()
         super().__init__(
-            f"'{package}' is not installed, and this command needs it: "
+            f"this command needs {need}, which is not installed: "
             'install the extras with: pip install "mmgraph[hf,photos]"'
         )
         self.package = package

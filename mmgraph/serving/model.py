@@ -21,6 +21,9 @@ REAL_TEXT_LAYERS = 4
 """How many of the 36 language layers of the 8B model the real-size configuration keeps."""
 
 
+_TRANSFORMERS = (5, 17)
+
+
 @dataclass(frozen=True)
 class ImageLimits:
     """Pixels of a photo after resizing, at least and at most."""
@@ -248,8 +251,20 @@ def _spread(model: Any, generator: torch.Generator) -> None:
 
 
 def _require_transformers() -> None:
+    """transformers, not older than the model family needs, and Pillow.
+
+    Raises:
+        MissingExtraError: One of them is missing or too old.
+    """
     try:
         import PIL.Image  # noqa: F401
-        import transformers  # noqa: F401
     except ImportError as error:
-        raise MissingExtraError("transformers" if "transformers" in str(error) else "pillow") from error
+        raise MissingExtraError("pillow") from error
+    try:
+        import transformers
+    except ImportError as error:
+        raise MissingExtraError("transformers") from error
+    version = tuple(int(part) for part in transformers.__version__.split(".")[:2])
+    if version < _TRANSFORMERS:
+        wanted = ".".join(map(str, _TRANSFORMERS))
+        raise MissingExtraError("transformers", f">= {wanted} (here is {transformers.__version__})")

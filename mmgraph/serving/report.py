@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -118,9 +119,11 @@ class RunReport:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain dictionaries, lists and numbers, ready for JSON."""
-        found = asdict(self)
+        found: dict[str, Any] = asdict(self)
         found["ok"] = self.ok
         found["tokens"]["equal"] = self.tokens.equal
         for entry, difference in zip(found["differences"], self.differences, strict=True):
             entry["ok"] = difference.ok
+            # JSON has no NaN: null says that the values weren't finite.
+            entry |= {k: None for k, v in entry.items() if isinstance(v, float) and not math.isfinite(v)}
         return found

@@ -8,6 +8,7 @@ in its photo.
 from __future__ import annotations
 
 import itertools
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -85,20 +86,30 @@ def prepare_images(photos: Sequence[Photo], processor: Any, limits: ImageLimits)
         limits: The smallest and largest number of pixels.
 
     Returns:
-        One prepared image for each photo.
+        One prepared image for each photo. One that can't be cut into patches (a ribbon, say) is a warning.
+
+    Raises:
+        RequestError: No photo is left.
     """
     prepared = []
     for number, photo in enumerate(photos):
         most = max(limits.min_pixels, int(limits.max_pixels * _DETAIL[number % len(_DETAIL)]))
         size = {"shortest_edge": limits.min_pixels, "longest_edge": most}
         try:
-            result = processor(images=[photo.pixels], size=size, return_tensors="np")
+            result = processor(
+                images=[photo.pixels], size=size, input_data_format="channels_last", return_tensors="np"
+            )
         except ValueError as error:
-            raise RequestError(f"the photo {photo.name!r} can't be made into patches: {error}") from error
+            warnings.warn(f"{photo.name!r} can't be made into patches ({error}); passed over", stacklevel=2)
+            continue
         frames, height, width = (int(n) for n in result["image_grid_thw"][0])
         patches = torch.from_numpy(np.ascontiguousarray(result["pixel_values"], dtype=np.float32))
         tokens = frames * height * width // processor.merge_size**2
         prepared.append(PreparedImage(photo.name, photo.source, (frames, height, width), patches, tokens))
+    if not prepared:
+        raise RequestError(
+            f"none of {len(photos)} photo(s) can be made into patches: give at least one that can"
+        )
     return prepared
 
 

@@ -1,0 +1,180 @@
+"""The command: what it prints, what it writes, and its exit codes 0, 1 and 2."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from PIL import Image
+from typer.testing import CliRunner
+
+import mmgraph
+from mmgraph.cli import app
+from mmgraph.serving.language import LanguageModel
+from mmgraph.serving.model import random_model, small_config
+
+SMALL = ["run", "--device", "cpu", "--requests", "4", "--decode-steps", "1", "--passes", "1"]
+
+
+def invoke(*args):
+    return CliRunner().invoke(app, list(args))
+
+
+def test_version_and_module_entry():
+    done = subprocess.run(
+        [sys.executable, "-m", "mmgraph", "--version"], capture_output=True, text=True, check=True
+    )
+    assert done.stdout == f"mmgraph {mmgraph.__version__}\n"
+
+
+def test_importing_the_command_loads_nothing_heavy():
+    code = (
+        "import sys, mmgraph.cli; "
+        "print(sorted({'torch', 'triton', 'transformers', 'PIL', 'skimage', 'numpy'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_run_prints_its_table_and_writes_json(tmp_path):
+    target = tmp_path / "out.json"
+    result = invoke(*SMALL, "--seed", "5", "--json", str(target))
+    assert result.exit_code == 0, result.output
+    for word in ("plan", "encode", "assemble", "prefill", "decode", "precompile", "hit", "missed", "padding"):
+        assert word in result.stdout
+    assert "eager and captured agree" in result.stdout
+    assert "Speed shows on a GPU only" in result.stdout
+    report = json.loads(target.read_text())
+    assert report["ok"] is True
+    assert report["settings"]["seed"] == 5
+    assert [r["kind"] for r in report["requests"]] == [
+        "photo",
+        "the same photo again",
+        "text only",
+        "longer than a step",
+    ]
+    assert report["images_used"] == 3
+    assert report["images_encoded"] == 2
+    assert len(report["requests"][3]["chunks"]) > 1
+    assert [p["name"] for p in report["phases"]] == ["plan", "encode", "assemble", "prefill", "decode"]
+    assert all(p["eager"] > 0 and p["captured"] > 0 for p in report["phases"])
+    assert {g["name"]: bool(g["report"]["hits"]) for g in report["graphs"]} == dict.fromkeys(
+        ("tower", "prefill", "decode"), True
+    )
+    assert all(d["ok"] and d["absolute"] <= d["allowed"] for d in report["differences"])
+    assert report["tokens"]["compared"] == 8
+    assert report["memory"]["static"] > 0
+
+
+def test_json_to_stdout_is_only_json():
+    result = invoke(*SMALL, "--json", "-", "--decode-steps", "0")
+    assert result.exit_code == 0, result.output
+    report = json.loads(result.stdout)
+    assert report["ok"] is True
+    assert [g["name"] for g in report["graphs"]] == ["tower", "prefill"]
+
+
+def test_a_difference_beyond_the_tolerance_exits_with_1(monkeypatch):
+    made = LanguageModel.decode_manager
+
+    def wrong(self, grid):
+        manager = made(self, grid)
+
+        class Wrong:
+            def precompile(self, example, *, progress):
+                manager.precompile(example, progress=progress)
+                return self
+
+            def __call__(self, **inputs):
+                return {"logits": manager(**inputs)["logits"] + 0.01}
+
+            def report(self):
+                return manager.report()
+
+        return Wrong()
+
+    with monkeypatch.context() as patched:
+        patched.setattr(LanguageModel, "decode_manager", wrong)
+        result = invoke(*SMALL)
+    assert result.exit_code == 1
+    assert "differ beyond the tolerance" in result.stdout
+    assert "too large" in result.stdout
+
+
+def test_photos_from_a_folder(tmp_path):
+    for number, size in enumerate([(90, 60), (50, 120)]):
+        Image.effect_noise(size, 40 + number).save(tmp_path / f"{number}.png")
+    (tmp_path / "broken.png").write_bytes(b"nothing")
+    result = invoke(*SMALL, "--images", str(tmp_path), "--json", "-")
+    assert result.exit_code == 0, result.output
+    names = {i["name"] for r in json.loads(result.stdout)["requests"] for i in r["images"]}
+    assert names == {"0.png", "1.png"}
+    assert "broken.png" in result.stderr
+
+
+def test_a_checkpoint_folder(tmp_path):
+    model = random_model(small_config(), device=torch.device("cpu"), dtype=torch.float32, seed=7)
+    model.save_pretrained(tmp_path)
+    result = invoke(*SMALL, "--model", str(tmp_path), "--json", "-")
+    assert result.exit_code == 0, result.output
+    report = json.loads(result.stdout)
+    assert report["model"]["weights"] == "checkpoint"
+    seeded = json.loads(invoke(*SMALL, "--seed", "7", "--json", "-").stdout)
+    text_only = 2  # its prompt depends on --seed, its weights don't
+    assert report["token_ids"][text_only] != seeded["token_ids"][text_only]
+    same = json.loads(invoke(*SMALL, "--seed", "7", "--model", str(tmp_path), "--json", "-").stdout)
+    assert same["token_ids"] == seeded["token_ids"]
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--images", "/absent"], "not a folder"),
+        (["--model", "/absent"], "has none"),
+        (["--json", "/absent/x.json"], "folder that exists"),
+        (["--requests", "0"], "--requests"),
+        (["--device", "tpu"], "--device"),
+        (["--dtype", "int8"], "--dtype"),
+        (["--decode-steps", "-1"], "--decode-steps"),
+        (["--unknown"], "--unknown"),
+    ],
+)
+def test_what_cannot_be_done_as_asked_exits_with_2(args, message):
+    result = invoke(*SMALL, *args)
+    assert result.exit_code == 2
+    assert message in result.output
+    assert "Traceback" not in result.output
+
+
+def test_cuda_without_a_device_exits_with_2(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    result = invoke("run", "--device", "cuda")
+    assert result.exit_code == 2
+    assert "torch sees none" in result.output
+
+
+@pytest.mark.parametrize("module", ["transformers", "PIL", "skimage"])
+def test_a_missing_extra_is_named(module):
+    code = f"import sys; sys.modules[{module!r}] = None; from mmgraph.cli import main; main()"
+    done = subprocess.run([sys.executable, "-c", code, *SMALL], capture_output=True, text=True, check=False)
+    assert done.returncode == 2, done.stderr
+    assert 'pip install "mmgraph[hf,photos]"' in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_doctor_names_every_backend():
+    table = invoke("doctor")
+    assert table.exit_code == 0, table.output
+    result = invoke("doctor", "--json")
+    found = json.loads(result.stdout)
+    assert result.exit_code == 0
+    assert found["packages"]["torch"] == torch.__version__
+    assert found["packages"]["numpy"]
+    backends = {b["name"]: b for b in found["backends"]}
+    assert backends["reference"]["usable"]
+    assert {"reference", "triton", "fa2"} <= set(backends)
+    for name, backend in backends.items():
+        assert name in table.stdout
+        assert backend["usable"] or backend["reason"]
+    assert len(found["gpus"]) == torch.cuda.device_count()
