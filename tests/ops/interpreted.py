@@ -17,6 +17,19 @@ from mmgraph.ops.attention import reference, triton_backend
 assert os.environ.get("TRITON_INTERPRET") == "1"
 
 
+def allow_new_numpy():
+    """Triton 3.6's interpreter takes ``int()`` of one-element arrays, which numpy 2.4 refuses; newer ones don't."""
+    from triton.runtime import interpreter
+
+    patch = interpreter._patch_lang_tensor
+
+    def patch_and_mend(tensor, scope):
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.squeeze()))
+
+    interpreter._patch_lang_tensor = patch_and_mend
+
+
 def expect(words, call):
     call()
     with pytest.raises(ops.DeviceError, match=words):
@@ -130,6 +143,7 @@ def wrong_offsets():
 
 
 if __name__ == "__main__":
+    allow_new_numpy()
     assembly()
     recorded_errors()
     attention()
