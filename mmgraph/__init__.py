@@ -47,6 +47,8 @@ _HOMES = {
     "build_plan": "mmgraph.planning",
 }
 
+_ROOMS = ("capture", "embedder", "errors", "inputs", "ops", "planning")
+
 __all__ = [*sorted(_HOMES), "__version__"]
 
 
@@ -55,8 +57,10 @@ def __getattr__(name: str) -> Any:
         value = getattr(importlib.import_module(_HOMES[name]), name)
         globals()[name] = value
         return value
+    if name in _ROOMS:
+        return importlib.import_module(f"mmgraph.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *__all__, *_ROOMS})

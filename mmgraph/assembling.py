@@ -14,9 +14,10 @@ import numpy.typing as npt
 import torch
 from torch.nn.modules import module as _module_globals
 
-from mmgraph.encoding import EncoderSpec, check_rows, deepstack_levels
+from mmgraph.encoder_spec import EncoderSpec, deepstack_levels
+from mmgraph.encoding import check_rows
 from mmgraph.errors import LookupInputError, RowsError
-from mmgraph.inputs import MultimodalDataItem
+from mmgraph.items import MultimodalDataItem
 from mmgraph.modality import Modality
 from mmgraph.ops import RowMap, assemble_embeddings
 from mmgraph.planning import EncodePlan

@@ -12,12 +12,12 @@ from typing import Any, Literal
 import torch
 
 from mmgraph.assembling import DeepstackRows, TextEmbedding, TextRows, assemble, check_input_ids
-from mmgraph.encoding import Encoders, EncoderSpec, ModalityEncoder, find_problems, settled_specs
+from mmgraph.embedding_phases import encode_plan
+from mmgraph.encoder_spec import Encoders, EncoderSpec, settled_specs
 from mmgraph.errors import EncoderSpecError, MultimodalError
-from mmgraph.inputs import FeatureHandle, MultimodalDataItem, MultimodalForwardContext
-from mmgraph.modality import Modality
+from mmgraph.inputs import MultimodalForwardContext
 from mmgraph.planning import EncodePlan, build_plan
-from mmgraph.staging import FeatureMover, settled
+from mmgraph.staging import FeatureMover
 from mmgraph.timing import EmbedTiming, PhaseRecorder
 
 __all__ = ["DeepstackRows", "EmbedResult", "EncoderSpec", "MultimodalEmbedder", "VisionEmbedder"]
@@ -74,6 +74,8 @@ class MultimodalEmbedder:
             input_ids: int32 or int64 ``[T]``: the chunks of the prefill requests in order, then decode rows.
                 Ids at items' positions may be anything.
             text_embedding: A module, called as it is where it does more than look up; a table; or a function.
+                The vocabulary's size is its ``num_embeddings``, else the rows of its ``weight``, so a shard must tell
+                the former.
             ctx: The batch's media; None for text only.
             encoders: An :class:`EncoderSpec`, or a function of a list of items, by modality.
             multimodal_model: For deepstack, has ``separate_deepstack_embeds`` and ``deepstack_visual_indexes``.
@@ -141,8 +143,8 @@ class MultimodalEmbedder:
             text = TextRows(input_ids, text_embedding, strict=self.strict)
             with recorder.phase("assemble"):
                 width = text.width(plan)
-            failures = self._encode(
-                plan, specs, multimodal_model, width, input_ids.device, recorder, isolate=isolate
+            failures = encode_plan(
+                plan, specs, multimodal_model, width, input_ids.device, self._mover, recorder, isolate=isolate
             )
             if failures:
                 for item, error in failures.items():
@@ -203,7 +205,7 @@ class MultimodalEmbedder:
         recorder = self._recorder(target)
         try:
             specs = settled_specs(encoders)
-            self._encode(plan, specs, multimodal_model, width, target, recorder, isolate=False)
+            encode_plan(plan, specs, multimodal_model, width, target, self._mover, recorder, isolate=False)
         finally:
             self._keep_timing(recorder)
 
@@ -241,51 +243,6 @@ class MultimodalEmbedder:
         self._keep_timing(recorder)
         return result
 
-    def _encode(
-        self,
-        plan: EncodePlan,
-        specs: dict[Modality, EncoderSpec],
-        model: Any,
-        width: int | None,
-        device: torch.device,
-        recorder: PhaseRecorder,
-        *,
-        isolate: bool,
-    ) -> dict[MultimodalDataItem, MultimodalError]:
-        failures = find_problems(plan, specs, model, width)
-        _raise_unless(isolate, failures)
-        recorder.count_misses({modality: len(items) for modality, items in plan.misses_by_modality.items()})
-        consumed: list[tuple[MultimodalDataItem, FeatureHandle]] = []
-        try:
-            for modality, missing in plan.misses_by_modality.items():
-                items = [item for item in missing if item.encoded is None and item not in failures]
-                if not items:
-                    continue
-                encoder = ModalityEncoder(
-                    plan,
-                    modality,
-                    specs[modality],
-                    model=model,
-                    width=width,
-                    device=settled(device),
-                    mover=self._mover,
-                    recorder=recorder,
-                )
-                with recorder.phase("move"):
-                    unread = encoder.load(items)
-                consumed += encoder.consumed
-                _raise_unless(isolate, unread)
-                failures |= unread
-                failures |= _encode_items(
-                    encoder, [item for item in items if item not in unread], isolate=isolate
-                )
-        finally:
-            with recorder.phase("share"):
-                _share(plan, recorder)
-            with recorder.phase("cleanup"):
-                _clean_up(plan, consumed, recorder)
-        return failures
-
     def _recorder(self, device: torch.device) -> PhaseRecorder:
         on_cuda = self.timing and device.type == "cuda"
         synchronize: Callable[[], None] = (
@@ -313,62 +270,6 @@ def _plan(
             if failed is None or error.request is None or error.request in failed:
                 raise
             failed[error.request] = error
-
-
-def _raise_unless(isolate: bool, failures: dict[MultimodalDataItem, MultimodalError]) -> None:
-    if failures and not isolate:
-        raise next(iter(failures.values()))
-
-
-def _encode_items(
-    encoder: ModalityEncoder, items: list[MultimodalDataItem], *, isolate: bool
-) -> dict[MultimodalDataItem, MultimodalError]:
-    if not items:
-        return {}
-    try:
-        encoder.encode(items)
-    except MultimodalError as error:
-        if not isolate:
-            raise
-        if len(items) == 1:
-            return {items[0]: error}
-    else:
-        return {}
-    failures: dict[MultimodalDataItem, MultimodalError] = {}
-    for item in items:
-        failures |= _encode_items(encoder, [item], isolate=True)
-    return failures
-
-
-def _share(plan: EncodePlan, recorder: PhaseRecorder) -> None:
-    for canonical, twins in plan.aliases_by_canonical.items():
-        if canonical.encoded is not None:
-            for twin in twins:
-                twin.encoded, twin.encoded_deepstack = canonical.encoded, canonical.encoded_deepstack
-            recorder.count(aliases=len(twins))
-
-
-def _clean_up(
-    plan: EncodePlan, consumed: list[tuple[MultimodalDataItem, FeatureHandle]], recorder: PhaseRecorder
-) -> None:
-    """Drop the features of encoded items and give up their handles; items that failed keep theirs."""
-    used_up = [handle for item, handle in consumed if item.encoded is not None]
-    for item in plan.items:
-        for finished in (item, *plan.aliases_by_canonical.get(item, ())):
-            if finished.encoded is None or finished.feature is None:
-                continue
-            if isinstance(finished.feature, FeatureHandle):
-                used_up.append(finished.feature)
-            else:
-                recorder.count(features_released=1)
-            finished.feature = None
-    for handle in used_up:
-        try:
-            handle.release()
-        except Exception:
-            _log.warning("releasing a feature's handle failed; its rows are unharmed", exc_info=True)
-        else:
-            recorder.count(handles_released=1)
 
 
 def _count_plan(recorder: PhaseRecorder, plan: EncodePlan) -> None:

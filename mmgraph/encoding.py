@@ -5,95 +5,26 @@ all its rows have passed their checks, and then owns memory of its own; where an
 their features.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
+from mmgraph.encoder_spec import EncoderSpec, deepstack_levels
 from mmgraph.errors import (
     EncoderFailedError,
     EncoderOutputError,
-    EncoderSpecError,
+    FeatureError,
     MissingEncoderError,
     MissingFeatureError,
     MultimodalError,
     RowsError,
 )
-from mmgraph.inputs import FeatureHandle, MultimodalDataItem, describe_item
+from mmgraph.items import FeatureHandle, MultimodalDataItem, describe_item
 from mmgraph.modality import Modality
 from mmgraph.planning import EncodePlan
 from mmgraph.staging import FeatureMover, load_feature, settled
 from mmgraph.timing import PhaseRecorder
-
-EncoderFn = Callable[[list[MultimodalDataItem]], Any]
-
-
-@dataclass(frozen=True, slots=True)
-class EncoderSpec:
-    """One modality's encoder.
-
-    Attributes:
-        fn: Takes the items, whose features are on the device, and returns their rows ``[rows, width]``, in
-            order; other leading shapes are flattened, and a list of tensors is joined.
-        deepstack: The rows hold deepstack rows too, which the model's ``separate_deepstack_embeds`` takes
-            apart.
-        deepstack_form: What the language model takes: "dense", a tensor with zeros at text rows, or "sparse",
-            the rows and a map for ``mmgraph.ops.deepstack_add``.
-        needs_feature: Whether an item without a feature is an error.
-        device: Where the features go; None: where ``input_ids`` are.
-
-    Raises:
-        EncoderSpecError: ``fn`` can't be called, or an unknown form.
-    """
-
-    fn: EncoderFn
-    deepstack: bool = False
-    deepstack_form: Literal["dense", "sparse"] = "dense"
-    needs_feature: bool = True
-    device: torch.device | str | None = None
-
-    def __post_init__(self) -> None:
-        if not callable(self.fn):
-            raise EncoderSpecError(f"an encoder's fn must be a function of a list of items, got {self.fn!r}")
-        if self.deepstack_form not in ("dense", "sparse"):
-            raise EncoderSpecError(f"deepstack_form must be 'dense' or 'sparse', got {self.deepstack_form!r}")
-
-
-Encoders = Mapping[Modality, EncoderSpec | EncoderFn]
-
-
-def settled_specs(encoders: Encoders | None) -> dict[Modality, EncoderSpec]:
-    """Give the encoders as specs; a bare function becomes a spec with the defaults.
-
-    Raises:
-        EncoderSpecError: A key that isn't a modality, a value that isn't an encoder, or two forms of deepstack.
-    """
-    specs: dict[Modality, EncoderSpec] = {}
-    for modality, encoder in (encoders or {}).items():
-        if not isinstance(modality, Modality):
-            raise EncoderSpecError(f"encoders must be keyed by Modality, got {modality!r}")
-        specs[modality] = encoder if isinstance(encoder, EncoderSpec) else EncoderSpec(encoder)
-    forms = {spec.deepstack_form for spec in specs.values() if spec.deepstack}
-    if len(forms) > 1:
-        raise EncoderSpecError(f"all deepstack encoders of a model must name one form, got {sorted(forms)}")
-    return specs
-
-
-def deepstack_levels(model: Any) -> int:
-    """Give the number of deepstack levels of a model.
-
-    Raises:
-        EncoderSpecError: The model lacks what deepstack takes.
-    """
-    if not callable(getattr(model, "separate_deepstack_embeds", None)) or not hasattr(
-        model, "deepstack_visual_indexes"
-    ):
-        raise EncoderSpecError(
-            "an encoder with deepstack=True needs a multimodal_model with separate_deepstack_embeds(rows) and "
-            f"deepstack_visual_indexes, got {type(model).__name__}"
-        )
-    return len(model.deepstack_visual_indexes)
 
 
 def find_problems(
@@ -231,14 +162,14 @@ class ModalityEncoder:
         """Encode items in one call of the encoder and keep the rows on them.
 
         Raises:
+            FeatureError: The features can't be brought to the device.
             EncoderFailedError: The encoder raised.
             EncoderOutputError: It returned something that isn't the items' rows.
         """
         kept = [item.feature for item in items]
         try:
             with self.recorder.phase("move"):
-                for item, feature in zip(items, self.mover.move_features(kept, self.device), strict=True):
-                    item.feature = feature
+                self._move(items)
             with self.recorder.phase("encode"):
                 rows = self._rows(items, self.spec.fn(list(items)))
                 deep: torch.Tensor | None = None
@@ -263,6 +194,18 @@ class ModalityEncoder:
         for item, part, deep_part in zip(items, parts, deep_parts, strict=True):
             item.encoded, item.encoded_deepstack = part, deep_part
         self.recorder.count_encoder(self.modality, counts)
+
+    def _move(self, items: Sequence[MultimodalDataItem]) -> None:
+        try:
+            moved = self.mover.move_features([item.feature for item in items], self.device)
+        except Exception as error:
+            raise FeatureError(
+                f"the features of {self._named(items)} can't be brought to {self.device}: "
+                f"{type(error).__name__}: {error}",
+                request=self._sole_request(items),
+            ) from error
+        for item, feature in zip(items, moved, strict=True):
+            item.feature = feature
 
     def _rows(self, items: Sequence[MultimodalDataItem], output: Any) -> torch.Tensor:
         tensors = list(output) if isinstance(output, list | tuple) else [output]

@@ -70,9 +70,9 @@ class LookupInputError(MultimodalError, ValueError):
 
 
 def __getattr__(name: str) -> Any:
-    """Find the errors of ``mmgraph.ops`` and ``mmgraph.capture`` under this module too."""
+    """Find the errors of ``mmgraph.capture`` and ``mmgraph.ops`` under this module too, in that order."""
     if not name.startswith("_"):
-        for home in ("mmgraph.ops.errors", "mmgraph.capture.errors"):
+        for home in ("mmgraph.capture.errors", "mmgraph.ops.errors"):
             found = getattr(importlib.import_module(home), name, None)
             if isinstance(found, type) and issubclass(found, Exception):
                 return found

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 
 from mmgraph.errors import FeatureError
-from mmgraph.inputs import FeatureHandle, MultimodalDataItem, describe_item
+from mmgraph.items import FeatureHandle, MultimodalDataItem, describe_item
 
 
 class FeatureMover:

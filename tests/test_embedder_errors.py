@@ -47,7 +47,7 @@ def test_a_missing_encoder_shows_before_another_runs() -> None:
         with pytest.raises(MissingEncoderError, match=r"encoders\[Modality\.(AUDIO|IMAGE)\] = EncoderSpec"):
             MultimodalEmbedder().apply(IDS, TABLE, ctx, encoders)
     with pytest.raises(
-        MissingEncoderError, match=r"request 1, AUDIO item \(hash 0xa2.*only|just \['IMAGE'\]"
+        MissingEncoderError, match=r"request 1, AUDIO item \(hash 0xa2.*just \['IMAGE'\]"
     ) as caught:
         MultimodalEmbedder().apply(IDS, TABLE, ctx, {Modality.IMAGE: encoder})
     assert caught.value.request == 1
@@ -60,7 +60,9 @@ def test_a_missing_feature_shows_before_an_encoder_runs() -> None:
     image, audio, ctx = image_and_audio()
     feature, audio.feature = audio.feature, None
     encoder = Encoder()
-    with pytest.raises(MissingFeatureError, match="request 1, AUDIO item .hash 0xa2.*has no feature") as caught:
+    with pytest.raises(
+        MissingFeatureError, match=r"request 1, AUDIO item \(hash 0xa2.*has no feature"
+    ) as caught:
         MultimodalEmbedder().apply(IDS, TABLE, ctx, {Modality.IMAGE: encoder, Modality.AUDIO: encoder})
     assert caught.value.request == 1
     assert encoder.calls == []
@@ -193,7 +195,7 @@ def test_interrupts_pass_through_and_lose_nothing() -> None:
 
     with pytest.raises(KeyboardInterrupt):
         MultimodalEmbedder().apply_result(
-            IDS, TABLE, ctx, {m: interrupted for m in Modality}, on_error="isolate"
+            IDS, TABLE, ctx, dict.fromkeys(Modality, interrupted), on_error="isolate"
         )
     check_good_call(ctx, image, audio)
 

@@ -1,4 +1,4 @@
-"""Invariant: times and counts are kept and logged when switched on, and only then; the result is the same either way."""
+"""Invariant: times and counts are kept and logged when switched on, and only then; results are the same either way."""
 
 import logging
 
@@ -35,7 +35,7 @@ def test_off_means_nothing_is_kept(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_on_means_every_phase_and_count(caplog: pytest.LogCaptureFixture) -> None:
     embedder = MultimodalEmbedder(timing=True)
-    with caplog.at_level(logging.INFO, "mmgraph.embedder"):
+    with caplog.at_level(logging.INFO, "mmgraph"):
         embeds, _ = embedder.apply(IDS, TABLE, *batch())
     assert torch.equal(embeds, MultimodalEmbedder().apply(IDS, TABLE, *batch())[0])
     timing = embedder.last_timing

@@ -3,6 +3,8 @@
 import copy
 import pickle
 import random
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -155,3 +157,13 @@ def test_the_face_has_every_name() -> None:
     assert set(mmgraph.__all__) <= set(dir(mmgraph))
     with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
         _ = mmgraph.nonsense
+
+
+def test_rooms_and_their_errors_are_found_from_the_face() -> None:
+    code = (
+        "import mmgraph; from mmgraph import errors; assert mmgraph.ops.RowMap;"
+        "assert errors.OpError is mmgraph.ops.OpError;"
+        "assert errors.CaptureError is mmgraph.capture.CaptureError;"
+        "assert not hasattr(errors, 'Nonsense') and not hasattr(errors, 'torch')"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
