@@ -171,6 +171,8 @@ def assemble(
     specs: Mapping[Modality, EncoderSpec],
     model: Any,
     mover: FeatureMover,
+    *,
+    checked: bool = False,
 ) -> tuple[torch.Tensor, dict[str, Any]]:
     """Put text rows and items' rows together.
 
@@ -180,6 +182,7 @@ def assemble(
         specs: The encoders; they say which modalities have deepstack rows, and in which form.
         model: Says how many levels deepstack has.
         mover: Brings rows that are kept on another device.
+        checked: The items' rows were checked against the embedding's width already.
 
     Returns:
         Embeddings ``[T, hidden]``, and the keywords for the language model: ``input_deepstack_embeds`` ``[T,
@@ -195,7 +198,7 @@ def assemble(
     )
     levels = deepstack_levels(model) if is_deep.any() else 0
     ids, table = text.source(plan)
-    for item in plan.items:
+    for item in () if checked else plan.items:
         try:
             check_rows(item, table.shape[-1], levels if item.modality in deep_modalities else 0)
         except RowsError as error:

@@ -153,7 +153,7 @@ class MultimodalEmbedder:
                 if not plan:
                     return EmbedResult(None, {}, failed)
             with recorder.phase("assemble"):
-                embeds, kwargs = assemble(plan, text, specs, multimodal_model, self._mover)
+                embeds, kwargs = assemble(plan, text, specs, multimodal_model, self._mover, checked=True)
             _count_plan(recorder, plan)
             return EmbedResult(embeds, kwargs, failed)
         finally:

@@ -16,7 +16,7 @@ from mmgraph.errors import MultimodalError
 from mmgraph.items import FeatureHandle, MultimodalDataItem
 from mmgraph.modality import Modality
 from mmgraph.planning import EncodePlan
-from mmgraph.staging import FeatureMover, settled
+from mmgraph.staging import FeatureMover, is_handle, settled
 from mmgraph.timing import PhaseRecorder
 
 _log = logging.getLogger(__name__)
@@ -126,7 +126,7 @@ def _clean_up(
         for finished in (item, *plan.aliases_by_canonical.get(item, ())):
             if finished.encoded is None or finished.feature is None:
                 continue
-            if isinstance(finished.feature, FeatureHandle):
+            if is_handle(finished.feature):
                 used_up.append(finished.feature)
             else:
                 recorder.count(features_released=1)

@@ -88,23 +88,28 @@ def check_rows(item: MultimodalDataItem, width: int | None, levels: int) -> None
     Raises:
         RowsError: There are none, or of the wrong type, number or width.
     """
-    wide = [("encoded", item.encoded, width)]
-    if levels:
-        wide.append(("encoded_deepstack", item.encoded_deepstack, None if width is None else levels * width))
-    for name, rows, columns in wide:
-        if isinstance(rows, torch.Tensor) and rows.dim() == 2 and rows.is_floating_point():
-            if rows.shape[0] == item.num_tokens and columns in (None, rows.shape[1]):
-                continue
-            came = f"[{rows.shape[0]}, {rows.shape[1]}]"
-        else:
-            came = (
-                f"{list(rows.shape)} of {rows.dtype}" if isinstance(rows, torch.Tensor) else type(rows).__name__
-            )
-        raise RowsError(
-            f"{describe_item(item)}: {name} must be a floating-point tensor of shape "
-            f"[{item.num_tokens}, {'width' if columns is None else columns}], got {came}; "
-            "encode the item first, or correct the rows or the offsets"
-        )
+    tokens = item.num_tokens
+    deep_width = None if width is None else levels * width
+    if not _fit(item.encoded, tokens, width):
+        raise _rows_error(item, "encoded", item.encoded, width)
+    if levels and not _fit(item.encoded_deepstack, tokens, deep_width):
+        raise _rows_error(item, "encoded_deepstack", item.encoded_deepstack, deep_width)
+
+
+def _fit(rows: Any, tokens: int, width: int | None) -> bool:
+    if not isinstance(rows, torch.Tensor) or not rows.is_floating_point():
+        return False
+    shape = rows.shape
+    return len(shape) == 2 and shape[0] == tokens and (width is None or shape[1] == width)
+
+
+def _rows_error(item: MultimodalDataItem, name: str, rows: Any, width: int | None) -> RowsError:
+    came = f"{list(rows.shape)} of {rows.dtype}" if isinstance(rows, torch.Tensor) else type(rows).__name__
+    return RowsError(
+        f"{describe_item(item)}: {name} must be a floating-point tensor of shape "
+        f"[{item.num_tokens}, {'width' if width is None else width}], got {came}; "
+        "encode the item first, or correct the rows or the offsets"
+    )
 
 
 class ModalityEncoder:

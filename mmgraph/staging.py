@@ -80,6 +80,11 @@ def settled(device: torch.device) -> torch.device:
     return device
 
 
+def is_handle(feature: Any) -> bool:
+    """Tell whether a feature is a handle; tensors and arrays are told apart first, since asking a protocol is slow."""
+    return not isinstance(feature, torch.Tensor | np.ndarray) and isinstance(feature, FeatureHandle)
+
+
 def load_feature(item: MultimodalDataItem) -> FeatureHandle | None:
     """Turn an item's feature into tensors, where it lies.
 
@@ -92,7 +97,9 @@ def load_feature(item: MultimodalDataItem) -> FeatureHandle | None:
     Raises:
         FeatureError: The handle can't be consumed, or an array is of a dtype that tensors don't have.
     """
-    handle = item.feature if isinstance(item.feature, FeatureHandle) else None
+    if isinstance(item.feature, torch.Tensor):
+        return None
+    handle: FeatureHandle | None = item.feature if is_handle(item.feature) else None
     try:
         if handle is not None:
             item.feature = handle.consume()
