@@ -5,7 +5,7 @@ every item is left usable: encoded with its feature dropped, or as it was, so th
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -140,7 +140,7 @@ class MultimodalEmbedder:
             if not plan:
                 return EmbedResult(None, {}, failed)
             specs = settled_specs(encoders)
-            text = TextRows(input_ids, text_embedding, strict=self.strict)
+            text = TextRows(_without(input_ids, ctx, failed), text_embedding, strict=self.strict)
             with recorder.phase("assemble"):
                 width = text.width(plan)
             failures = encode_plan(
@@ -152,6 +152,7 @@ class MultimodalEmbedder:
                 plan = plan.without_requests(failed)
                 if not plan:
                     return EmbedResult(None, {}, failed)
+                text = TextRows(_without(input_ids, ctx, failed), text_embedding, strict=self.strict)
             with recorder.phase("assemble"):
                 embeds, kwargs = assemble(plan, text, specs, multimodal_model, self._mover, checked=True)
             _count_plan(recorder, plan)
@@ -276,3 +277,17 @@ def _count_plan(recorder: PhaseRecorder, plan: EncodePlan) -> None:
     if recorder.enabled:
         rows = int((plan.dst_end - plan.dst_start + 1).sum())
         recorder.count(ranges=len(plan.scatter_ranges), rows=rows)
+
+
+def _without(input_ids: torch.Tensor, ctx: MultimodalForwardContext, failed: Collection[int]) -> torch.Tensor:
+    """Blank the ids of failed requests: their placeholders are uncovered now, and may be beyond what can be looked up."""
+    if not failed:
+        return input_ids
+    blanked = input_ids.clone()
+    base = 0
+    for request, length in enumerate(() if ctx.extend_seq_lens is None else ctx.extend_seq_lens):
+        rows = max(int(length), 0)
+        if request in failed:
+            blanked[base : base + rows] = 0
+        base += rows
+    return blanked

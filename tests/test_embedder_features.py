@@ -229,6 +229,24 @@ def test_an_encoder_s_device_is_where_its_features_go() -> None:
     assert seen == ["meta"]
 
 
+def test_a_failure_leaves_the_feature_where_it_lay() -> None:
+    def broken(items: list[MultimodalDataItem]) -> torch.Tensor:
+        raise RuntimeError("boom")
+
+    item = simple_item([(0, 1)], feature=ROWS)
+    with pytest.raises(EncoderFailedError):
+        embed([item], {Modality.IMAGE: EncoderSpec(broken, device="meta")})
+    assert item.feature is ROWS
+
+
+def test_a_feature_that_can_not_move_is_named() -> None:
+    item = simple_item([(0, 1)], feature=ROWS)
+    with pytest.raises(FeatureError, match=r"1 items: request 0, IMAGE item .* can't be brought to cuda:99"):
+        embed([item], {Modality.IMAGE: EncoderSpec(Encoder(), device="cuda:99")})
+    assert item.feature is ROWS
+    assert torch.equal(embed([item])[:2], -ROWS)
+
+
 def test_items_with_no_offsets_are_left_alone() -> None:
     idle = MultimodalDataItem("image", feature=ROWS, hash=1)
     inputs = MultimodalInputs([None, idle, simple_item([(0, 1)], hash=1)])

@@ -121,6 +121,22 @@ def test_without_failures_the_encoder_is_called_once() -> None:
     assert len(encoder.calls) == 1
 
 
+@pytest.mark.parametrize("kind", BAD)
+@pytest.mark.parametrize("embedding", [TABLE, lambda ids: TABLE[ids]])
+@pytest.mark.parametrize("strict", [True, False])
+def test_placeholders_of_a_failure_are_not_looked_up(kind: str, embedding: object, strict: bool) -> None:
+    items = [good(1), BAD[kind][0](), good(2)]
+    ids = IDS.clone()
+    ids[[1, 2, 5, 6, 9, 10]] = 1_000_000
+    ctx = MultimodalForwardContext([MultimodalInputs([item]) for item in items], [0] * 3, [4] * 3)
+    encoders = {modality: EncoderSpec(Picky()) for modality in Modality}
+    embedder = MultimodalEmbedder(strict=strict)
+    result = embedder.apply_result(ids, embedding, ctx, encoders, on_error="isolate")
+    assert list(result.failed) == [1]
+    assert torch.equal(result.embeds[1:3], items[0].encoded)
+    assert torch.equal(result.embeds[9:11], items[2].encoded)
+
+
 def test_a_wrong_batch_is_raised_all_the_same() -> None:
     ctx = MultimodalForwardContext([MultimodalInputs([good(1)])], [0], [13])
     with pytest.raises(ContextError):
