@@ -280,7 +280,7 @@ def _count_plan(recorder: PhaseRecorder, plan: EncodePlan) -> None:
 
 
 def _without(input_ids: torch.Tensor, ctx: MultimodalForwardContext, failed: Collection[int]) -> torch.Tensor:
-    """Blank the ids of failed requests: their placeholders are uncovered now, and may be beyond what can be looked up."""
+    """Blank the ids of failed requests: their placeholders are uncovered now, and may be beyond the vocabulary."""
     if not failed:
         return input_ids
     blanked = input_ids.clone()

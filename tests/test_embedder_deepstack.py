@@ -18,7 +18,7 @@ from mm_batches import (
 
 from mmgraph.embedder import DeepstackRows, EncoderSpec, MultimodalEmbedder
 from mmgraph.errors import EncoderOutputError, EncoderSpecError, RowsError
-from mmgraph.inputs import Modality, MultimodalDataItem
+from mmgraph.inputs import Modality, MultimodalDataItem, MultimodalForwardContext, MultimodalInputs
 from mmgraph.ops import deepstack_add
 
 WIDE = HIDDEN * (1 + LEVELS)
@@ -80,6 +80,16 @@ def test_no_keyword_where_no_range_has_deepstack() -> None:
     assert torch.equal(embeds[:2], item.encoded)
     assert kwargs == {}
     assert item.encoded_deepstack is None
+
+
+def test_a_twin_has_deep_rows_of_its_own_later() -> None:
+    first, twin = deep_item(hash=1), deep_item(hash=1)
+    encoders = {Modality.IMAGE: EncoderSpec(Encoder(WIDE), deepstack=True)}
+    ctx = MultimodalForwardContext([MultimodalInputs([first]), MultimodalInputs([twin])], [0, 0], [4, 4])
+    _, both = MultimodalEmbedder().apply(torch.zeros(8, dtype=torch.int64), TABLE, ctx, encoders, Model())
+    _, alone = call(twin, Model())
+    assert torch.equal(alone["input_deepstack_embeds"], both["input_deepstack_embeds"][4:])
+    assert alone["input_deepstack_embeds"][1:3].abs().sum() > 0
 
 
 class Wrong:
