@@ -13,6 +13,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from mmgraph.inputs import MultimodalDataItem, MultimodalForwardContext, MultimodalInputs
 from mmgraph.planning import build_plan
 
@@ -50,6 +52,8 @@ def main() -> None:
     args = parser.parse_args()
     results: dict[str, Any] = {
         "python": platform.python_version(),
+        "numpy": np.__version__,
+        "date": time.strftime("%Y-%m-%d"),
         "machine": platform.processor() or platform.machine(),
         "64 requests x 4 images": measure(batch(64, 4)),
         "16 requests x 4 images": measure(batch(16, 4)),

@@ -137,7 +137,7 @@ def build_plan(ctx: MultimodalForwardContext, num_tokens: int, *, skip: Collecti
         InputsError: Malformed or overlapping offsets.
         AliasError: Twins with different token counts.
     """
-    mm_inputs, prefix_lens, seq_lens = _checked_lists(ctx, num_tokens)
+    mm_inputs, prefix_lens, seq_lens = _checked_lists(ctx, num_tokens, skip)
     canonical_of: dict[Any, MultimodalDataItem] = {}
     twins_of: dict[Any, dict[MultimodalDataItem, None]] = {}  # as ordered sets
     starts: list[int] = []
@@ -248,7 +248,7 @@ def _alias_error(canonical: MultimodalDataItem, twin: MultimodalDataItem, reques
 
 
 def _checked_lists(
-    ctx: MultimodalForwardContext, num_tokens: int
+    ctx: MultimodalForwardContext, num_tokens: int, skip: Collection[int]
 ) -> tuple[Sequence[MultimodalInputs | None], list[int], list[int]]:
     prefix_lens = _integers("extend_prefix_lens", ctx.extend_prefix_lens)
     seq_lens = _integers("extend_seq_lens", ctx.extend_seq_lens)
@@ -271,7 +271,7 @@ def _checked_lists(
         )
     if prefix_lens and min(prefix_lens) < 0:
         for request, (prefix, length) in enumerate(zip(prefix_lens, seq_lens, strict=True)):
-            if prefix < 0 and length > 0:
+            if prefix < 0 < length and request not in skip:
                 raise ContextError(
                     f"extend_prefix_lens[{request}] must not be negative, got {prefix}", request=request
                 )

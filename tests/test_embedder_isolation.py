@@ -137,6 +137,19 @@ def test_placeholders_of_a_failure_are_not_looked_up(kind: str, embedding: objec
     assert torch.equal(result.embeds[9:11], items[2].encoded)
 
 
+def test_a_request_without_items_of_its_own_can_fail_too() -> None:
+    first, second = good(1), good(2)
+    inputs = [MultimodalInputs([first]), MultimodalInputs([good(3)]), [good(4)], MultimodalInputs([second])]
+    ctx = MultimodalForwardContext(inputs, [0, -2, 0, 0], [3] * 4)
+    result = MultimodalEmbedder().apply_result(IDS, TABLE, ctx, {Modality.IMAGE: Encoder()}, on_error="isolate")
+    assert {request: type(error) for request, error in result.failed.items()} == {
+        1: ContextError,
+        2: ContextError,
+    }
+    assert torch.equal(result.embeds[1:3], first.encoded)
+    assert torch.equal(result.embeds[10:12], second.encoded)
+
+
 def test_a_wrong_batch_is_raised_all_the_same() -> None:
     ctx = MultimodalForwardContext([MultimodalInputs([good(1)])], [0], [13])
     with pytest.raises(ContextError):
