@@ -156,7 +156,32 @@ def check_count(placeholders: int, features: int) -> None:
 def check_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, max_seqlen: Any
 ) -> None:
-    """Check q ``[T, heads, d]``, k ``[T, kv_heads, d]``, v ``[T, kv_heads, dv]``, offsets and longest length."""
+    """Check q ``[T, heads, d]``, k ``[T, kv_heads, d]``, v ``[T, kv_heads, dv]``, offsets and longest length.
+
+    One condition, because it runs on every call; what is wrong is found out when something is.
+    """
+    q_shape, k_shape, v_shape = q.shape, k.shape, v.shape
+    dtype, device = q.dtype, q.device
+    if (
+        len(q_shape) == len(k_shape) == len(v_shape) == 3
+        and dtype == k.dtype == v.dtype
+        and dtype.is_floating_point
+        and q_shape[0] == k_shape[0] == v_shape[0]
+        and q_shape[2] == k_shape[2] > 0
+        and k_shape[1] == v_shape[1] > 0 < q_shape[1]
+        and q_shape[1] % k_shape[1] == 0 < v_shape[2]
+        and cu_seqlens.dtype == torch.int32
+        and cu_seqlens.dim() == 1
+        and device == k.device == v.device == cu_seqlens.device
+        and (not isinstance(max_seqlen, int) or max_seqlen >= 0)
+    ):
+        return
+    _diagnose_attention(q, k, v, cu_seqlens, max_seqlen)
+
+
+def _diagnose_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, max_seqlen: Any
+) -> None:
     op = "varlen_attention"
     if q.dim() != 3 or k.dim() != 3 or v.dim() != 3:
         raise ArgumentError(

@@ -18,13 +18,9 @@ Tensor = torch.Tensor
 
 
 def _traits(q: Tensor, v: Tensor, causal: bool, gradient: bool) -> Traits:
-    return Traits(q.device, q.dtype, q.shape[2], v.shape[2], q.shape[1], v.shape[1], causal, gradient)
-
-
-def _check(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> None:
-    checks.check_attention(q, k, v, cu_seqlens, max_seqlen)
-    if cu_seqlens.device.type == "cpu":
-        checks.check_offsets(cu_seqlens, q.shape[0], max_seqlen)
+    _, heads, head_dim = q.shape
+    _, kv_heads, v_dim = v.shape
+    return Traits(q.device, q.dtype, head_dim, v_dim, heads, kv_heads, causal, gradient)
 
 
 def _run(
@@ -46,7 +42,7 @@ def _run(
         return out, lse
     if scale is None:
         scale = q.shape[2] ** -0.5
-    if q.device.type == "cuda" and q.device.index != torch.cuda.current_device():
+    if q.is_cuda and q.get_device() != torch.cuda.current_device():
         with torch.cuda.device(q.device):
             return backend.forward(q, k, v, cu_seqlens, max_seqlen, scale, causal, with_lse)
     return backend.forward(q, k, v, cu_seqlens, max_seqlen, scale, causal, with_lse)
@@ -57,7 +53,9 @@ def attention(
 ) -> Tensor:
     """``mmgraph::varlen_attention``: the backend is chosen here."""
     checks.refuse_gradients("mmgraph::varlen_attention", "call mmgraph.ops.varlen_attention.", q, k, v)
-    _check(q, k, v, cu_seqlens, max_seqlen)
+    checks.check_attention(q, k, v, cu_seqlens, max_seqlen)
+    if q.is_cpu:
+        checks.check_offsets(cu_seqlens, q.shape[0], max_seqlen)
     backend = choose(_traits(q, v, causal, False), q.shape[0], cu_seqlens.shape[0] - 1, max_seqlen)
     return _run(backend, q, k, v, cu_seqlens, max_seqlen, scale, causal, False)[0]
 
@@ -69,7 +67,9 @@ def attention_by(name: str) -> Callable[..., Tensor]:
         q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float | None, causal: bool
     ) -> Tensor:
         checks.refuse_gradients(f"mmgraph::attn_{name}", "call mmgraph.ops.varlen_attention.", q, k, v)
-        _check(q, k, v, cu_seqlens, max_seqlen)
+        checks.check_attention(q, k, v, cu_seqlens, max_seqlen)
+        if q.is_cpu:
+            checks.check_offsets(cu_seqlens, q.shape[0], max_seqlen)
         backend = require_backend(name, _traits(q, v, causal, False))
         return _run(backend, q, k, v, cu_seqlens, max_seqlen, scale, causal, False)[0]
 
@@ -87,7 +87,9 @@ def attention_lse(
     backend: str,
 ) -> tuple[Tensor, Tensor]:
     """``mmgraph::varlen_attention_lse``: output and log-sum-exps; an empty name leaves the choice to the op."""
-    _check(q, k, v, cu_seqlens, max_seqlen)
+    checks.check_attention(q, k, v, cu_seqlens, max_seqlen)
+    if q.is_cpu:
+        checks.check_offsets(cu_seqlens, q.shape[0], max_seqlen)
     traits = _traits(q, v, causal, True)
     if backend:
         record = require_backend(backend, traits)

@@ -7,7 +7,7 @@ package behind it only when a call asks whether the backend can be used.
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -19,9 +19,11 @@ Tensor = torch.Tensor
 Forward = Callable[[Tensor, Tensor, Tensor, Tensor, int, float, bool, bool], tuple[Tensor, Tensor | None]]
 
 
-@dataclass(frozen=True, slots=True)
-class Traits:
-    """What decides whether a backend can serve a call; nothing in it changes from batch to batch."""
+class Traits(NamedTuple):
+    """What decides whether a backend can serve a call; nothing in it changes from batch to batch.
+
+    A tuple, because one is made and hashed on every call.
+    """
 
     device: torch.device
     dtype: torch.dtype

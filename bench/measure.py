@@ -1,0 +1,88 @@
+"""What the benchmarks share: device and host times, the machine's description, tables and JSON."""
+
+import datetime
+import json
+import platform
+import statistics
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+
+def environment(device: torch.device) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "device": "cpu",
+    }
+    if device.type == "cuda":
+        import triton
+
+        found |= {
+            "device": torch.cuda.get_device_name(device),
+            "capability": list(torch.cuda.get_device_capability(device)),
+            "cuda": torch.version.cuda,
+            "triton": triton.__version__,
+        }
+        query = ["nvidia-smi", "--query-gpu=driver_version,clocks.sm,clocks.mem", "--format=csv,noheader"]
+        try:
+            found["driver and clocks"] = subprocess.run(
+                query, capture_output=True, text=True, check=True, timeout=20
+            ).stdout.splitlines()[0]
+        except (OSError, subprocess.SubprocessError):
+            found["driver and clocks"] = "nvidia-smi can't say"
+    return found
+
+
+def device_ms(call: Callable[[], Any], device: torch.device, repeat_ms: int = 60) -> float:
+    """Median time of a call in ms; on a GPU by events, with the L2 cache cleared before each run."""
+    if device.type == "cuda":
+        from triton.testing import do_bench
+
+        return float(do_bench(call, warmup=15, rep=repeat_ms, return_mode="median"))
+    call()
+    times = []
+    for _ in range(5):
+        start = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times) * 1e3
+
+
+def host_us(call: Callable[[], Any], device: torch.device, calls: int = 200) -> float:
+    """Median host time of a call in us: what it takes to enqueue it, in batches that the device's queue can hold."""
+    times = []
+    for _ in range(7):
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        start = time.perf_counter()
+        for _ in range(calls):
+            call()
+        times.append((time.perf_counter() - start) / calls)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return statistics.median(times) * 1e6
+
+
+def show(title: str, rows: list[dict[str, Any]]) -> None:
+    """Print rows that share their keys as a table."""
+    table = Table(title=title)
+    for name in rows[0]:
+        table.add_column(name, justify="left" if isinstance(rows[0][name], str) else "right")
+    for row in rows:
+        table.add_row(*(f"{x:.4g}" if isinstance(x, float) else str(x) for x in row.values()))
+    Console(width=200).print(table)
+
+
+def write(path: Path | None, results: dict[str, Any]) -> None:
+    """Write results as JSON, making the folder, if a path is given."""
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(results, indent=2) + "\n")
