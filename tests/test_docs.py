@@ -1,0 +1,136 @@
+"""Invariant: every Python example in README.md and docs/ and in docstrings runs as written and prints what it shows.
+
+Blocks of the README stand alone; those of a page of the manual share names from top to bottom. A block that a ``text``
+block follows at once must print exactly that text (``...`` stands for anything). A block below ``<!-- cuda -->`` needs
+a GPU: it is compiled everywhere and run where there is one.
+"""
+
+import contextlib
+import doctest
+import importlib
+import io
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import mmgraph
+import mmgraph.capture
+import mmgraph.ops
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+BLOCK = re.compile(
+    r"(?P<cuda><!-- cuda -->\n)?^```python\n(?P<code>.*?)^```\n(?:\n*^```text\n(?P<shown>.*?)^```\n)?",
+    re.M | re.S,
+)
+
+
+@dataclass(frozen=True)
+class Block:
+    page: Path
+    line: int
+    code: str
+    shown: str | None
+    cuda: bool
+
+    def run(self, names: dict[str, Any]) -> None:
+        program = compile("\n" * self.line + self.code, str(self.page), "exec")
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            exec(program, names)
+        if self.shown is not None:
+            got = "".join(line.rstrip() + "\n" for line in printed.getvalue().splitlines())
+            same = doctest.OutputChecker().check_output(self.shown, got, doctest.ELLIPSIS)
+            assert same, f"{self.page}:{self.line} shows\n{self.shown}\nbut prints\n{got}"
+
+
+def blocks_of(page: Path) -> list[Block]:
+    text = page.read_text(encoding="utf-8")
+    found = [
+        Block(
+            page,
+            text.count("\n", 0, match.start("code")),
+            match["code"],
+            match["shown"],
+            match["cuda"] is not None,
+        )
+        for match in BLOCK.finditer(text)
+    ]
+    assert len(found) == text.count("```python\n"), (
+        f"{page} has a Python block that this test can't find the end of"
+    )
+    return found
+
+
+def examples() -> list[Any]:
+    """One parameter for each group of blocks that share names."""
+    groups = []
+    for page in PAGES:
+        blocks = blocks_of(page)
+        alone = page.parent == ROOT or any(block.cuda for block in blocks)
+        for group in [[block] for block in blocks] if alone else [blocks] if blocks else []:
+            name = f"{page.relative_to(ROOT)}:{group[0].line}"
+            groups.append(pytest.param(group, id=name, marks=pytest.mark.cuda if group[0].cuda else ()))
+    return groups
+
+
+@pytest.mark.parametrize("blocks", examples())
+def test_examples_run_as_written(blocks: list[Block]) -> None:
+    names: dict[str, Any] = {"__name__": "__main__"}
+    for block in blocks:
+        block.run(names)
+
+
+def test_examples_that_need_a_gpu_are_python() -> None:
+    for page in PAGES:
+        for block in blocks_of(page):
+            compile(block.code, str(page), "exec")
+
+
+def modules_with_examples() -> list[str]:
+    found = []
+    for folder, _, files in os.walk(ROOT / "mmgraph", followlinks=True):
+        for name in files:
+            path = Path(folder, name)
+            if path.suffix == ".py" and ">>> " in path.read_text(encoding="utf-8"):
+                parts = path.relative_to(ROOT).with_suffix("").parts
+                found.append(".".join(parts[:-1] if parts[-1] == "__init__" else parts))
+    return sorted(found)
+
+
+def test_some_docstrings_have_examples() -> None:
+    assert "mmgraph.capture.manager" in modules_with_examples()
+
+
+@pytest.mark.parametrize("name", modules_with_examples())
+def test_docstring_examples(name: str) -> None:
+    result = doctest.testmod(importlib.import_module(name), optionflags=doctest.ELLIPSIS)
+    assert result.attempted > 0
+    assert result.failed == 0
+
+
+@pytest.mark.parametrize(
+    ("module", "page"), [(mmgraph, "mmgraph"), (mmgraph.ops, "ops"), (mmgraph.capture, "capture")]
+)
+def test_every_public_name_has_an_api_entry(module: Any, page: str) -> None:
+    text = (ROOT / "docs" / "api" / f"{page}.md").read_text(encoding="utf-8")
+    entries = set(re.findall(r"^::: " + re.escape(module.__name__) + r"\.(\w+)$", text, re.M))
+    aliases = {"VisionEmbedder", "MultimodalError", "__version__"} if module is mmgraph else set()
+    assert entries - {"errors"} == set(module.__all__) - aliases
+
+
+def test_paths_that_pages_name_exist() -> None:
+    missing = []
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        for path in re.findall(r"`((?:tests|bench|ops|capture|mmgraph|docs)/[\w./-]+\.(?:py|md))`", text):
+            if not (ROOT / path).exists():
+                missing.append(f"{page.relative_to(ROOT)}: {path}")
+        for target in re.findall(r"\]\((?!https?:|#|mailto:)([^)#\s]+)", text):
+            if not (page.parent / target).exists():
+                missing.append(f"{page.relative_to(ROOT)}: {target}")
+    assert not missing
