@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 __all__ = [
-    "ArgumentError",
     "BucketError",
+    "CallError",
+    "CallGradientError",
     "CaptureError",
     "CaptureFailedError",
-    "GradientError",
     "NotCapturableError",
     "OutputError",
     "SpecError",
@@ -26,11 +26,11 @@ class SpecError(CaptureError, ValueError):
     """A declaration of inputs or outputs that does not fit itself, the grid, or the example."""
 
 
-class ArgumentError(CaptureError, ValueError):
+class CallError(CaptureError, ValueError):
     """A call whose arguments do not fit the declaration; the message names the argument."""
 
 
-class GradientError(CaptureError, RuntimeError):
+class CallGradientError(CaptureError, RuntimeError):
     """An input that needs a gradient was given while gradients are recorded: replays have none."""
 
 

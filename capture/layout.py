@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from .buckets import Bucket
-from .errors import ArgumentError, SpecError
+from .errors import CallError, SpecError
 from .spec import BucketSize, Constant, InputLeaf, Offsets, Rows, Spec, Static
 
 __all__ = ["LeafLayout", "SharedBuffers", "example_for_bucket", "layout_of_example", "sizes_of_leaves"]
@@ -59,7 +59,7 @@ def layout_of_example(leaf: InputLeaf, value: Any, device: torch.device) -> Leaf
     """The layout of one leaf, from its spec and an example; None for leaves that are not tensors.
 
     Raises:
-        ArgumentError: the example's leaf is not a tensor, on another device than the others, or does not fit
+        CallError: the example's leaf is not a tensor, on another device than the others, or does not fit
             what the spec says.
     """
     spec = leaf.spec
@@ -67,13 +67,13 @@ def layout_of_example(leaf: InputLeaf, value: Any, device: torch.device) -> Leaf
         return None
     tensor = _require_tensor(leaf.path, value)
     if tensor.device != device:
-        raise ArgumentError(
+        raise CallError(
             f"{leaf.path} is on {tensor.device}, other inputs are on {device}: put all inputs on one device"
         )
     shape = tuple(tensor.shape)
     if isinstance(spec, Rows):
         if tensor.dim() <= spec.axis:
-            raise ArgumentError(f"{leaf.path} must have rows along axis {spec.axis}, got shape {list(shape)}")
+            raise CallError(f"{leaf.path} must have rows along axis {spec.axis}, got shape {list(shape)}")
         shape = shape[: spec.axis] + shape[spec.axis + 1 :]
     elif isinstance(spec, Offsets):
         shape = ()
@@ -94,35 +94,33 @@ def check_leaf(layout: LeafLayout, value: Any) -> torch.Tensor:
     """The value as a tensor of the layout.
 
     Raises:
-        ArgumentError: not a tensor, or of another dtype, device, or trailing shape.
+        CallError: not a tensor, or of another dtype, device, or trailing shape.
     """
     tensor = _require_tensor(layout.path, value)
     if tensor.dtype != layout.dtype:
-        raise ArgumentError(f"{layout.path} must be {layout.dtype}, got {tensor.dtype}")
+        raise CallError(f"{layout.path} must be {layout.dtype}, got {tensor.dtype}")
     if tensor.device != layout.device:
-        raise ArgumentError(f"{layout.path} must be on {layout.device}, got {tensor.device}")
+        raise CallError(f"{layout.path} must be on {layout.device}, got {tensor.device}")
     shape = tuple(tensor.shape)
     spec = layout.spec
     if isinstance(spec, Rows):
         axis = spec.axis
         if len(shape) != len(layout.shape) + 1 or shape[:axis] + shape[axis + 1 :] != layout.shape:
             expected = [*layout.shape[:axis], spec.dim, *layout.shape[axis:]]
-            raise ArgumentError(
+            raise CallError(
                 f"{layout.path} must have shape [{', '.join(map(str, expected))}], got {list(shape)}"
             )
     elif isinstance(spec, Offsets):
         if len(shape) != 1 or shape[0] < 1:
-            raise ArgumentError(f"{layout.path} must have shape [{spec.dim} + 1], got {list(shape)}")
+            raise CallError(f"{layout.path} must have shape [{spec.dim} + 1], got {list(shape)}")
     elif shape != layout.shape:
-        raise ArgumentError(
-            f"{layout.path} must have shape {list(layout.shape)} in every call, got {list(shape)}"
-        )
+        raise CallError(f"{layout.path} must have shape {list(layout.shape)} in every call, got {list(shape)}")
     return tensor
 
 
 def _require_tensor(path: str, value: Any) -> torch.Tensor:
     if not isinstance(value, torch.Tensor):
-        raise ArgumentError(f"{path} must be a tensor, got {type(value).__name__}")
+        raise CallError(f"{path} must be a tensor, got {type(value).__name__}")
     return value
 
 
@@ -130,7 +128,7 @@ def sizes_of_leaves(inputs: Sequence[InputLeaf], leaves: Sequence[Any]) -> dict[
     """The call's named sizes, read off shapes and Python ints (nothing is read from the device).
 
     Raises:
-        ArgumentError: two leaves that give one size differently, or a size that is not a Python int of zero or
+        CallError: two leaves that give one size differently, or a size that is not a Python int of zero or
             more.
     """
     sizes: dict[str, int] = {}
@@ -140,35 +138,35 @@ def sizes_of_leaves(inputs: Sequence[InputLeaf], leaves: Sequence[Any]) -> dict[
         if isinstance(spec, Rows):
             tensor = _require_tensor(leaf.path, value)
             if tensor.dim() <= spec.axis:
-                raise ArgumentError(
+                raise CallError(
                     f"{leaf.path} must have rows along axis {spec.axis}, got shape {list(tensor.shape)}"
                 )
             dim, size = spec.dim, tensor.shape[spec.axis] * spec.per
         elif isinstance(spec, Offsets):
             tensor = _require_tensor(leaf.path, value)
             if tensor.dim() != 1 or tensor.shape[0] < 1:
-                raise ArgumentError(f"{leaf.path} must have shape [{spec.dim} + 1], got {list(tensor.shape)}")
+                raise CallError(f"{leaf.path} must have shape [{spec.dim} + 1], got {list(tensor.shape)}")
             dim, size = spec.dim, tensor.shape[0] - 1
         elif isinstance(spec, BucketSize):
             dim, size = spec.dim, _host_int(leaf.path, value)
         else:
             continue
         if sizes.setdefault(dim, size) != size:
-            raise ArgumentError(f"{leaf.path} gives {dim}={size}, but {origin[dim]} gives {dim}={sizes[dim]}")
+            raise CallError(f"{leaf.path} gives {dim}={size}, but {origin[dim]} gives {dim}={sizes[dim]}")
         origin.setdefault(dim, leaf.path)
     return sizes
 
 
 def _host_int(path: str, value: Any) -> int:
     if isinstance(value, torch.Tensor):
-        raise ArgumentError(
+        raise CallError(
             f"{path} must be a Python int, got a tensor on {value.device}: reading it would wait for the device; "
             "keep the size on the host beside the tensor"
         )
     if isinstance(value, bool) or not hasattr(value, "__index__"):
-        raise ArgumentError(f"{path} must be a Python int, got {value!r}")
+        raise CallError(f"{path} must be a Python int, got {value!r}")
     if (size := int(value)) < 0:
-        raise ArgumentError(f"{path} must be zero or more, got {size}")
+        raise CallError(f"{path} must be zero or more, got {size}")
     return size
 
 

@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 from .buckets import Bucket, BucketGrid
 from .capturing import Capturer, autocast_state
 from .cuda import CAPTURE_LOCK
-from .errors import ArgumentError, CaptureError, CaptureFailedError, GradientError, SpecError
+from .errors import CallError, CallGradientError, CaptureError, CaptureFailedError, SpecError
 from .graph import BucketGraph, copy_out, stage
 from .layout import LeafLayout, check_leaf, layout_of_example, sizes_of_leaves
 from .report import BucketReport, CallExplanation, Report
@@ -107,7 +107,7 @@ class CaptureManager:
             The manager itself.
 
         Raises:
-            ArgumentError: the example does not fit the declaration.
+            CallError: the example does not fit the declaration.
             OutputError: the function returns something other than declared.
             CaptureFailedError: a bucket could not be captured; those before it are kept and work.
         """
@@ -157,8 +157,8 @@ class CaptureManager:
             *args, **kwargs: the declared inputs, by position in the order declared, or by name.
 
         Raises:
-            ArgumentError: a missing or unknown argument, or one of a wrong kind, dtype, device or shape.
-            GradientError: an input needs a gradient and gradients are recorded.
+            CallError: a missing or unknown argument, or one of a wrong kind, dtype, device or shape.
+            CallGradientError: an input needs a gradient and gradients are recorded.
         """
         return self._entry(*args, **kwargs)
 
@@ -295,17 +295,17 @@ class CaptureManager:
     def _device_of(self, leaves: list[Any]) -> torch.device:
         device = next((leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor)), None)
         if device is None:
-            raise ArgumentError(
+            raise CallError(
                 "the example has no tensor, so there is no device to capture on: give at least one tensor input"
             )
         if device.type not in ("cpu", "cuda"):
-            raise ArgumentError(f"graphs are captured on cuda, or recorded on cpu, got inputs on {device}")
+            raise CallError(f"graphs are captured on cuda, or recorded on cpu, got inputs on {device}")
         return device
 
     def _check_divisible(self, sizes: Mapping[str, int]) -> None:
         for path, spec in zip(self._signature.output_paths, self._signature.outputs, strict=True):
             if isinstance(spec, Rows) and spec.dim in sizes and sizes[spec.dim] % spec.per:
-                raise ArgumentError(
+                raise CallError(
                     f"{spec.dim}={sizes[spec.dim]} is not a multiple of {spec.per}, "
                     f"which {path} needs for its rows (one per {spec.per})"
                 )
@@ -315,7 +315,7 @@ class CaptureManager:
             return
         for leaf, value in zip(self._signature.inputs, leaves, strict=True):
             if isinstance(value, torch.Tensor) and value.requires_grad:
-                raise GradientError(
+                raise CallGradientError(
                     f"{leaf.path} needs a gradient, and a replay records none: pass {leaf.path}.detach(), or call "
                     "under torch.no_grad() or torch.inference_mode(); for training call the function itself"
                 )

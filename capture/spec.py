@@ -14,7 +14,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from .buckets import BucketGrid
-from .errors import ArgumentError, SpecError
+from .errors import CallError, SpecError
 
 __all__ = [
     "BucketSize",
@@ -227,25 +227,25 @@ class Signature:
         """The call's flat leaves, in the order of `inputs`.
 
         Raises:
-            ArgumentError: too many, missing, repeated or unknown arguments, or one whose structure isn't the
+            CallError: too many, missing, repeated or unknown arguments, or one whose structure isn't the
                 declared one.
         """
         if args:
             if len(args) > len(self.names):
-                raise ArgumentError(
+                raise CallError(
                     f"expected at most {len(self.names)} arguments {list(self.names)}, got {len(args)}"
                 )
             positional = dict(zip(self.names, args, strict=False))
             repeated = positional.keys() & kwargs.keys()
             if repeated:
-                raise ArgumentError(
+                raise CallError(
                     f"argument {min(repeated)!r} is given both by position and by name: give it once"
                 )
             kwargs = {**positional, **kwargs}
         if len(kwargs) != len(self.names) or any(name not in kwargs for name in self.names):
             missing = [name for name in self.names if name not in kwargs]
             unknown = [name for name in kwargs if name not in self.names]
-            raise ArgumentError(
+            raise CallError(
                 f"expected the arguments {list(self.names)}: missing {missing}, unknown {unknown}; every declared "
                 "input must be given, and nothing else"
             )
@@ -258,9 +258,7 @@ class Signature:
             try:
                 leaves.extend(tree.flatten_up_to(value))
             except ValueError as error:
-                raise ArgumentError(
-                    f"argument {name!r} does not have the declared structure: {error}"
-                ) from None
+                raise CallError(f"argument {name!r} does not have the declared structure: {error}") from None
         return leaves
 
     def arguments(self, leaves: Sequence[Any]) -> dict[str, Any]:

@@ -57,8 +57,8 @@ def test_equals_the_cpu(kind: str, form: str, seed: int) -> None:
         else:
             assert torch.equal(value.pool.cpu(), expected_kwargs[name].pool)
             assert torch.equal(value.row_map.cpu(), expected_kwargs[name].row_map)
-    for item in device.contents:
-        assert item.encoded is None or item.feature is None
+    for there, here in zip(device.contents, host.contents, strict=True):
+        assert (there.encoded is None, there.feature is None) == (here.encoded is None, here.feature is None)
     check_errors()
 
 
