@@ -106,7 +106,8 @@ def run(
     only_json = json_path == "-"
     console = _console(stderr=only_json)
     with _user_errors(ServingError, console):
-        from mmgraph.serving.app import RunSettings, execute
+        from mmgraph.serving.app import execute
+        from mmgraph.serving.job import RunSettings
         from mmgraph.serving.table import show
 
         target = None if json_path is None or only_json else _writable(Path(json_path))

@@ -85,7 +85,7 @@ def diagnose() -> Diagnosis:
         mmgraph=mmgraph.__version__,
         python=platform.python_version(),
         platform=platform.platform(),
-        packages={name: _version(name) for name in _PACKAGES},
+        packages={name: _version(name) for name in _PACKAGES} | {"torch": torch.__version__},
         cuda=torch.version.cuda,
         driver=_driver(),
         gpus=_gpus(),
