@@ -66,6 +66,9 @@ def forward(
     head_dim, v_dim = q.shape[2], v.shape[2]
     width = padded_width(head_dim, v_dim)
     q, k, v = widen(q, width), widen(k, width), widen(v, width)
+    cu_seqlens = cu_seqlens.contiguous()
+    # With a longest length of 1 and grouped heads the kernels take every row for a sequence of its own.
+    max_seqlen = max(max_seqlen, 2)
     package = _package()
     if package is None:
         out, lse = torch.ops.aten._flash_attention_forward(
@@ -110,6 +113,8 @@ def backward(
     head_dim, v_dim = q.shape[2], v.shape[2]
     width = padded_width(head_dim, v_dim)
     wide_q, wide_k, wide_v, wide_out, wide_grad = (widen(x, width) for x in (q, k, v, out, grad))
+    cu_seqlens = cu_seqlens.contiguous()
+    max_seqlen = max(max_seqlen, 2)
     seed = torch.zeros(2, dtype=torch.uint64, device=q.device)
     dq, dk, dv = torch.ops.aten._flash_attention_backward(
         wide_grad,

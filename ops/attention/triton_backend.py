@@ -164,6 +164,7 @@ def forward(
         int(Fault.ATTENTION_OFFSETS),
         num_warps=blocks.warps,
         num_stages=blocks.stages,
+        enable_fp_fusion=True,
     )
     return out, lse
 

@@ -253,7 +253,7 @@ def test_opcheck_passes(layout):
     out = torch.empty(9, 16, device="cuda", dtype=table.dtype)
     namespace = torch.ops.mmgraph
     for op, arguments, keywords in (
-        (namespace.assemble_embeddings, (ids, table, pool, row_map, True), {}),
+        (namespace.assemble_embeddings, (ids, table, pool, row_map, False), {}),
         (namespace.assemble_embeddings_out, (ids, table, pool, row_map, False), {"out": out}),
         (namespace.merge_embeddings, (out.zero_(), mask, features, None), {}),
         (namespace.deepstack_add, (out, torch.cat([pool, pool], dim=1), row_map, 1), {}),
@@ -264,8 +264,6 @@ def test_opcheck_passes(layout):
         ),
     ):
         torch.library.opcheck(op.default, arguments, keywords)
-    with pytest.raises(ops.DeviceError):  # strict, with ids outside the vocabulary
-        ops.check_errors()
 
 
 def test_offsets_pass_two_to_the_31():

@@ -29,6 +29,7 @@ CASES = {
     "odd width": (2, 2, 37, 37, [50, 70], 4, 70, True),
     "empty sequences": (2, 2, 64, 64, [0, 5, 0, 0, 130, 0], 9, 130, False),
     "only empty sequences": (2, 2, 64, 64, [0, 0], 9, 8, False),
+    "single rows, grouped": (4, 2, 64, 64, [1, 0, 1, 1], 3, 1, False),
     "no sequence": (2, 2, 64, 64, [], 9, 8, False),
     "no row": (2, 2, 64, 64, [0], 0, 0, False),
     "one long among many short": (2, 2, 64, 64, [3] * 60 + [1500], 100, 1500, True),
@@ -88,7 +89,9 @@ def assert_right(got, q, k, v, lengths, causal, scale=None):
     inputs = [x[:covered] for x in (q, k, v)]
     exact = dense(*(x.double() for x in inputs), lengths, causal, scale)
     own = worst(dense(*inputs, lengths, causal, scale), exact)
-    limit = 2 * own + 4 * torch.finfo(got.dtype).eps * float(inputs[2].abs().max() if covered else 0.0)
+    # In wide types the plain form's error is at times luckily small, so there some units more are allowed.
+    units = 1 if got.dtype in HALF else 16
+    limit = 2 * own + units * torch.finfo(got.dtype).eps * (float(exact.abs().max()) if covered else 0.0)
     assert worst(got[:covered], exact) <= limit
 
 
@@ -193,7 +196,7 @@ def test_gradients(case, causal, backend):
     own = run(lambda q, k, v: dense(q, k, v, lengths, causal), torch.bfloat16, covered)
     for a, e, o in zip(got, exact, own, strict=True):
         assert torch.equal(a[covered:], torch.zeros_like(a[covered:]))
-        limit = 2 * worst(o, e) + 4 * torch.finfo(torch.bfloat16).eps * float(e.abs().max())
+        limit = 2 * worst(o, e) + torch.finfo(torch.bfloat16).eps * float(e.abs().max())
         assert worst(a[:covered], e) <= limit
 
 
