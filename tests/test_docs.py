@@ -2,7 +2,7 @@
 
 Blocks of the README stand alone; those of a page of the manual share names from top to bottom. A block that a ``text``
 block follows at once must print exactly that text (``...`` stands for anything). A block below ``<!-- cuda -->`` needs
-a GPU: it is compiled everywhere and run where there is one.
+a GPU and stands alone: it is compiled everywhere and run where there is one.
 """
 
 import contextlib
@@ -71,8 +71,9 @@ def examples() -> list[Any]:
     groups = []
     for page in PAGES:
         blocks = blocks_of(page)
-        alone = page.parent == ROOT or any(block.cuda for block in blocks)
-        for group in [[block] for block in blocks] if alone else [blocks] if blocks else []:
+        alone = [block for block in blocks if block.cuda or page.parent == ROOT]
+        together = [block for block in blocks if block not in alone]
+        for group in [*([together] if together else []), *([block] for block in alone)]:
             name = f"{page.relative_to(ROOT)}:{group[0].line}"
             groups.append(pytest.param(group, id=name, marks=pytest.mark.cuda if group[0].cuda else ()))
     return groups
