@@ -127,3 +127,13 @@ def test_no_decode_steps_give_the_prompts_tokens(model, loop, eager):
     only = short.run(short.eager())
     assert torch.equal(only.logits, eager.logits[:1])
     assert only.seconds["decode"] < eager.seconds["decode"]
+
+
+@torch.no_grad()
+def test_a_generated_placeholder_is_text(model, loop, eager):
+    generated = torch.full_like(eager.tokens, model.config.image_token_id)
+    forced = loop.run(loop.eager(), forced=generated)
+    assert forced.images_encoded == eager.images_encoded
+    text_only = 2
+    theirs = transformers_logits(model, loop.requests[text_only], generated[:STEPS, text_only].tolist())
+    torch.testing.assert_close(forced.logits[:, text_only].double(), theirs, rtol=1e-4, atol=1e-5)
