@@ -6,8 +6,10 @@ a GPU and stands alone: it is compiled everywhere and run where there is one.
 """
 
 import contextlib
+import dataclasses
 import doctest
 import importlib
+import inspect
 import io
 import os
 import re
@@ -20,6 +22,7 @@ import pytest
 import mmgraph
 import mmgraph.capture
 import mmgraph.ops
+from mmgraph.capture import CaptureManager
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -135,3 +138,40 @@ def test_paths_that_pages_name_exist() -> None:
             if not (page.parent / target).exists():
                 missing.append(f"{page.relative_to(ROOT)}: {target}")
     assert not missing
+
+
+def first_column(page: str, heading: str) -> set[str]:
+    """The names in backquotes in the first column of the first table below a heading."""
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8").split(f"{heading}\n", 1)[1]
+    table = text[text.index("\n|---") :].split("\n\n", 1)[0]
+    return {name for row in table.splitlines() for name in re.findall(r"`([^`]+)`", row.split(" | ")[0])}
+
+
+def test_the_command_s_options_and_report_are_listed() -> None:
+    import typer.main
+
+    from mmgraph.cli import app
+    from mmgraph.serving.report import RunReport
+
+    run = typer.main.get_command(app).commands["run"]  # type: ignore[attr-defined]
+    options = {option for parameter in run.params for option in parameter.opts} - {"--help"}
+    assert {entry.split()[0] for entry in first_column("guide/run.md", "## mmgraph run")} == options
+    keys = {field.name for field in dataclasses.fields(RunReport)} | {"ok"}
+    assert first_column("guide/run.md", "## JSON") == keys
+
+
+def test_every_error_of_the_embedder_is_listed() -> None:
+    errors = {kind.__name__ for kind in mmgraph.MultimodalError.__subclasses__()}
+    assert first_column("guide/embedder.md", "## Errors and isolation") == errors
+
+
+def test_every_backend_is_listed() -> None:
+    names = {report.name for report in mmgraph.ops.explain_backends(device="cpu")}
+    assert first_column("guide/ops.md", "## Backends") == names
+
+
+def test_every_kind_of_miss_is_listed() -> None:
+    source = inspect.getsource(CaptureManager._resolve)
+    reasons = {reason.partition(":")[0] for reason in re.findall(r'(?:bucket|None), f?"([^"]+)"', source)}
+    assert first_column("guide/capture.md", "## Misses") == reasons
+    assert len(reasons) > 3
