@@ -149,7 +149,7 @@ def doctor(
 
 def main() -> None:
     """Run the command line; the entry point of the ``mmgraph`` script."""
-    app()
+    app(prog_name="mmgraph")
 
 
 def _console(*, stderr: bool = False) -> Console:
