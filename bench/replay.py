@@ -1,7 +1,7 @@
 """What a call costs on the host: the function itself, a manager's call, and a graph replayed by hand.
 
 The function takes four inputs and returns one tensor; it runs 1, 10, 100 or 1000 small kernels. "by hand" is a captured
-graph with the four copies, the padding and the copied output written out, without any check; "bare" is the replay alone;
+graph with the four copies, the padding and the copied output written out, without any check; "bare" is the replay;
 "reduce-overhead" is torch.compile's own graphs on the same function, at one shape. Host time is what enqueueing takes.
 
     PYTHONPATH=. python bench/replay.py --out bench/results/<gpu>/replay.json

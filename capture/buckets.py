@@ -234,6 +234,10 @@ class BucketGrid:
             return bucket
         return next((b for b in self.buckets if b.holds(sizes)), None)
 
+    def holds(self, bucket: Bucket, sizes: Mapping[str, int]) -> bool:
+        """Whether a bucket holds a call of these sizes, which name every size of the grid."""
+        return bucket.holds(self._effective(sizes))
+
     def why_none(self, sizes: Mapping[str, int]) -> str:
         """In words, why no bucket holds `sizes`."""
         sizes = self._effective(sizes)

@@ -17,7 +17,7 @@ from .buckets import Bucket
 from .cuda import DeviceGraph, DevicePool
 from .errors import OutputError
 from .graph import BucketGraph, OutputPlan, Replayable, median_replay_seconds
-from .layout import LeafLayout, SharedBuffers, example_for_bucket
+from .layout import LeafLayout, SharedBuffers, example_for_bucket, sizes_of_leaves
 from .memory import poison_pool, pool_bytes
 from .recorder import Recording
 from .spec import BucketSize, Constant, InputLeaf, Offsets, Rows, Signature, Spec, Static
@@ -141,11 +141,11 @@ class Capturer:
             Exception: whatever the function or the capture raised; the process is as it was before.
         """
         start = time.perf_counter()
-        within = self._signature.grid.within
+        fits = self._signature.grid.holds(bucket, sizes_of_leaves(self._signature.inputs, example))
         views: list[torch.Tensor | None] = []
         values: list[Any] = []
         for position, (leaf, layout) in enumerate(zip(self._signature.inputs, self.layouts, strict=True)):
-            value, view = self._leaf_at(bucket, position, leaf, layout, example[position], within)
+            value, view = self._leaf_at(bucket, position, leaf, layout, example[position], fits)
             values.append(value)
             views.append(view)
 
@@ -192,7 +192,7 @@ class Capturer:
         leaf: InputLeaf,
         layout: LeafLayout | None,
         example: Any,
-        within: dict[str, str],
+        fits: bool,
     ) -> tuple[Any, torch.Tensor | None]:
         if isinstance(leaf.spec, BucketSize):
             return bucket[leaf.spec.dim], None
@@ -200,7 +200,8 @@ class Capturer:
             return example, None
         view = self._inputs.view(position, bucket)
         with torch.no_grad():
-            view.copy_(example_for_bucket(layout, example, bucket, within))
+            values = example_for_bucket(layout, example, bucket, self._signature.grid.within, fits=fits)
+            view.copy_(values)
         return view, view
 
     def _graph_of(self, work: Callable[[], None], keep: list[torch.Tensor]) -> Replayable:

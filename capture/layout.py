@@ -171,12 +171,13 @@ def _host_int(path: str, value: Any) -> int:
 
 
 def example_for_bucket(
-    layout: LeafLayout, example: torch.Tensor, bucket: Bucket, within: Mapping[str, str]
+    layout: LeafLayout, example: torch.Tensor, bucket: Bucket, within: Mapping[str, str], *, fits: bool
 ) -> torch.Tensor:
     """Values for one leaf at a bucket's full sizes, for warm-up and capture.
 
-    Rows repeat the example's rows, so that they are values the function can meet; offsets cut the bucket's rows
-    into its number of sequences, as evenly as its longest sequence allows.
+    Rows repeat the example's rows, so that they are values the function can meet (integers only where `fits`: the
+    bucket holds the whole example); offsets cut the bucket's rows into its number of sequences, as evenly as its
+    longest sequence allows.
     """
     spec = layout.spec
     if isinstance(spec, Offsets):
@@ -190,7 +191,9 @@ def example_for_bucket(
     if not isinstance(spec, Rows):
         raise SpecError(f"{layout.path} has no rows to repeat")
     wanted, have = layout.length(bucket), example.shape[spec.axis]
-    if have == 0:
+    # Integers may point at other rows, of which a smaller bucket has fewer than the example; the fill is a value that
+    # the function must take anyway.
+    if have == 0 or not (fits or layout.dtype.is_floating_point or layout.dtype.is_complex):
         return torch.full(layout.full_shape(bucket), spec.fill, dtype=layout.dtype, device=layout.device)
     index = torch.arange(wanted, device=layout.device) % have
     return example.index_select(spec.axis, index)

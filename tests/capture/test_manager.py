@@ -388,6 +388,19 @@ def test_an_example_that_does_not_fit_is_an_error_and_harms_nothing() -> None:
     assert manager.report().misses == {}
 
 
+def test_an_example_larger_than_a_bucket_points_at_no_row_that_the_bucket_lacks() -> None:
+    manager = CaptureManager(
+        lambda x, last: x[last],
+        inputs={"x": rows("n"), "last": rows("k")},
+        outputs=rows("k"),
+        buckets=BucketGrid(n=(4, 16), k=(2, 8)),
+    )
+    manager.precompile({"x": torch.arange(12.0), "last": torch.tensor([11, 7, 3])}, progress=False)
+    assert manager(x=torch.arange(3.0), last=torch.tensor([2])).tolist() == [2.0]
+    assert manager(x=torch.arange(13.0), last=torch.tensor([12, 0, 5])).tolist() == [12.0, 0.0, 5.0]
+    assert manager.report().hits == 2
+
+
 class Counter(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
