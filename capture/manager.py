@@ -98,10 +98,10 @@ class CaptureManager:
         before.
 
         Args:
-            example: one real call's arguments, of any sizes: dtypes, trailing shapes, the device and constants come from
-                it. Warm-up and capture run on its rows, repeated to the bucket's size; integers, which may point at other
-                rows, give way to their fill in buckets that don't hold the whole example. So a fill must be a value that
-                the function can take, as it must for padding.
+            example: one real call's arguments, of any sizes: dtypes, trailing shapes, the device and constants
+                come from it. Warm-up and capture run on its rows, repeated to the bucket's size; integers,
+                which may point at other rows, give way to their fill in buckets that don't hold the whole
+                example. So a fill must be a value that the function can take, as it must for padding.
             progress: show a progress bar.
             buckets: only these of the grid's buckets.
 
