@@ -175,3 +175,12 @@ def test_every_kind_of_miss_is_listed() -> None:
     reasons = {reason.partition(":")[0] for reason in re.findall(r'(?:bucket|None), f?"([^"]+)"', source)}
     assert first_column("guide/capture.md", "## Misses") == reasons
     assert len(reasons) > 3
+
+
+def test_every_benchmark_is_listed() -> None:
+    text = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
+    scripts = [
+        path.name for path in (ROOT / "bench").glob("*.py") if "argparse" in path.read_text(encoding="utf-8")
+    ]
+    assert [name for name in scripts if f"bench/{name}" not in text] == []
+    assert scripts
