@@ -21,7 +21,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 _ZERO_PROGRAMS = 128
 _ZERO_BLOCK = 2048
-_SHARED_BYTES_FOR_TWO_STAGES = 160 * 1024
+_ROOMY_SHARED_BYTES = 160 * 1024
 
 
 class Blocks(NamedTuple):
@@ -71,16 +71,14 @@ def block_table(item_size: int, width: int, max_seqlen: int, shared_bytes: int) 
     """The committed block sizes for an element size, the larger of the two widths, and a longest sequence."""
     if item_size == 4:
         return Blocks(32, 32, 4, 1) if width > 128 else Blocks(64, 32, 4, 1)
-    stages = 2 if shared_bytes >= _SHARED_BYTES_FOR_TWO_STAGES else 1
+    roomy = shared_bytes >= _ROOMY_SHARED_BYTES
+    if width > 128:  # more keys or fewer warps spill registers
+        return Blocks(128, 32, 8, 2) if roomy else Blocks(64, 32, 4, 1)
     if max_seqlen <= 64:
-        return Blocks(64, 64, 4, stages)
+        return Blocks(64, 64, 4, 2 if roomy else 1)
     if width <= 64:
         return Blocks(128, 64, 4, 3)
-    if width <= 96:
-        return Blocks(128, 64, 4, stages + 1)
-    if width <= 128:
-        return Blocks(128, 64, 8, stages + 1)
-    return Blocks(64, 64, 4, stages)
+    return Blocks(128, 64, 8, 3 if roomy else 2)
 
 
 def _columns_adjacent(tensor: Tensor) -> Tensor:

@@ -247,13 +247,20 @@ def attention_kernel(
         )  # fmt: skip
         k_ptr += BLOCK_N * k_stride
         v_ptr += BLOCK_N * v_stride
-    for first in range(whole, last, BLOCK_N):
+    # Not pipelined: a second pipelined loop makes the assembler run the first one's products one after another.
+    if CAUSAL:
+        for first in tl.range(whole, last, BLOCK_N, num_stages=1):
+            acc0, acc1, total, top = _step(
+                acc0, acc1, total, top, q0, q1, k_ptr, v_ptr, k_stride, v_stride, first, first_query, length, scale,
+                D, D0, D1, DV, DV0, DV1, BLOCK_M, BLOCK_N, CAUSAL, True, ALIGNED, SCALE_FIRST, PRECISION,
+            )  # fmt: skip
+            k_ptr += BLOCK_N * k_stride
+            v_ptr += BLOCK_N * v_stride
+    elif whole < last:
         acc0, acc1, total, top = _step(
-            acc0, acc1, total, top, q0, q1, k_ptr, v_ptr, k_stride, v_stride, first, first_query, length, scale,
+            acc0, acc1, total, top, q0, q1, k_ptr, v_ptr, k_stride, v_stride, whole, first_query, length, scale,
             D, D0, D1, DV, DV0, DV1, BLOCK_M, BLOCK_N, CAUSAL, True, ALIGNED, SCALE_FIRST, PRECISION,
         )  # fmt: skip
-        k_ptr += BLOCK_N * k_stride
-        v_ptr += BLOCK_N * v_stride
 
     out_ptr += first_row * OUT_STRIDE
     _store(out_ptr, OUT_STRIDE, rows, limit, acc0 / total[:, None], 0, DV0, DV)
