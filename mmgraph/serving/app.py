@@ -23,8 +23,8 @@ from mmgraph.serving.requests import build_requests, prepare_images
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
-_SMALL = Scale(SMALL_LIMITS, 128)
-_REAL = Scale(REAL_LIMITS, 2048)
+_SMALL = Scale(SMALL_LIMITS, 128, steps=1)
+_REAL = Scale(REAL_LIMITS, 2048, steps=4)
 
 
 def execute(settings: RunSettings, *, progress: Progress | None = None, bars: bool = False) -> RunReport:

@@ -6,26 +6,32 @@ misses and padding are those of a real setup.
 
 from __future__ import annotations
 
+import math
+
 from mmgraph.capture import BucketGrid
 from mmgraph.serving.model import ImageLimits
 
 
-def doubling(first: int, last: int) -> tuple[int, ...]:
-    """``first``, twice that, and so on below ``last``, then ``last``.
+def geometric(first: int, last: int, *, steps: int = 1, multiple: int = 1) -> tuple[int, ...]:
+    """Sizes from ``first`` to ``last`` that double every ``steps``.
+
+    A call is padded by at most a factor ``2 ** (1 / steps)``, and more graphs are captured for it.
 
     Args:
         first: At least 1.
-        last: The largest size; where it is at most ``first`` it is the only one.
+        last: The largest size, itself rounded up to a multiple; where it is at most ``first`` it is the only one.
+        steps: Sizes to a doubling.
+        multiple: Sizes are rounded up to multiples of it.
     """
-    sizes = []
-    size = first
-    while size < last:
-        sizes.append(size)
-        size *= 2
-    return (*sizes, last)
+    count = 0
+    sizes: set[int] = set()
+    while (size := first * 2 ** (count / steps)) < last:
+        sizes.add(min(math.ceil(size / multiple), math.ceil(last / multiple)) * multiple)
+        count += 1
+    return tuple(sorted(sizes | {math.ceil(last / multiple) * multiple}))
 
 
-def tower_grid(*, budget: int, limits: ImageLimits, patch: int, merge: int) -> BucketGrid:
+def tower_grid(*, budget: int, limits: ImageLimits, patch: int, merge: int, steps: int = 1) -> BucketGrid:
     """Buckets of the tower: ``tokens`` (patches), ``batch`` (images) and ``seqlen`` (the largest image's patches).
 
     An image is encoded whole when a step first touches it, so a step encodes at most its budget and one image more.
@@ -35,26 +41,28 @@ def tower_grid(*, budget: int, limits: ImageLimits, patch: int, merge: int) -> B
         limits: Pixels of an image.
         patch: Side of a patch in pixels.
         merge: Side of a merge block in patches.
+        steps: Sizes to a doubling.
     """
     largest = limits.max_pixels // patch**2
-    most = budget * merge**2 + largest
     unit = merge**2
     return BucketGrid(
-        tokens=tuple(-(-size // unit) * unit for size in doubling(max(unit, largest // 2), most)),
+        tokens=geometric(max(unit, largest // 4), budget * unit + largest, steps=steps, multiple=unit),
         batch=(16,),
-        seqlen=doubling(max(1, largest // 4), largest)[::2],
+        # One size: the kernels do no work for the part of it that no image has.
+        seqlen=(largest,),
     )
 
 
-def prefill_grid(*, budget: int, longest: int) -> BucketGrid:
+def prefill_grid(*, budget: int, longest: int, steps: int = 1) -> BucketGrid:
     """Buckets of prefill: ``tokens``, ``context`` (keys of all chunks), ``chunks``; deepstack rows follow tokens.
 
     Args:
         budget: Tokens of a prefill step.
         longest: The longest prompt; only one prompt of a step can have a part in the cache already.
+        steps: Sizes to a doubling.
     """
     return BucketGrid(
-        tokens=doubling(max(1, budget // 4), budget),
+        tokens=geometric(max(1, budget // 4), budget, steps=steps),
         context=(budget, -(-(budget + longest) // 64) * 64),
         chunks=(16,),
         derived={"visual": lambda b: b["tokens"]},
@@ -67,4 +75,4 @@ def decode_grid(*, requests: int) -> BucketGrid:
     Args:
         requests: Requests that decode together.
     """
-    return BucketGrid(batch=doubling(4, max(4, 1 << (requests - 1).bit_length())))
+    return BucketGrid(batch=geometric(4, max(4, 1 << (requests - 1).bit_length())))

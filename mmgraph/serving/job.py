@@ -62,10 +62,17 @@ class RunSettings:
 
 @dataclass(frozen=True)
 class Scale:
-    """What depends on the machine: image sizes and the prefill budget."""
+    """What depends on the machine: image sizes, the prefill budget, and how finely buckets are spaced.
+
+    Attributes:
+        limits: Pixels of an image.
+        budget: Tokens of a prefill step.
+        steps: Bucket sizes to a doubling. A recording on a CPU takes seconds a bucket, a graph a fraction of one.
+    """
 
     limits: ImageLimits
     budget: int
+    steps: int
 
 
 class Job:
@@ -184,8 +191,13 @@ class Job:
                 limits=self.scale.limits,
                 patch=vision.patch_size,
                 merge=vision.spatial_merge_size,
+                steps=self.scale.steps,
             ),
-            "prefill": prefill_grid(budget=self.scale.budget, longest=max(len(r.ids) for r in self.requests)),
+            "prefill": prefill_grid(
+                budget=self.scale.budget,
+                longest=max(len(r.ids) for r in self.requests),
+                steps=self.scale.steps,
+            ),
             "decode": decode_grid(requests=len(self.requests)),
         }
         make = {

@@ -22,6 +22,7 @@ from mmgraph.ops import deepstack_add
 from mmgraph.serving.errors import ModelError
 from mmgraph.serving.positions import Ints, text_rotary
 from mmgraph.serving.tower import rotate
+from mmgraph.staging import upload
 
 # Not cuDNN's: it builds a plan for every new shape, which eager passes over chunks of many lengths would measure.
 _KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
@@ -102,7 +103,7 @@ class LanguageModel:
             positions, inv_freq=self._inv_freq, sections=self._sections, scaling=self._scaling
         )
         weight = self.text.embed_tokens.weight
-        return torch.from_numpy(cos).to(weight), torch.from_numpy(sin).to(weight)
+        return upload(cos, weight.device).to(weight.dtype), upload(sin, weight.device).to(weight.dtype)
 
     def prefill(
         self,

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from mmgraph.serving.language import LanguageModel, slot_runs
 from mmgraph.serving.requests import Chunk, Request
+from mmgraph.staging import upload
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ def prefill_inputs(
     )
     cos, sin = model.rotary(positions)
     places = np.concatenate([np.arange(c.prefix, c.prefix + c.count) for c in chunks])
-    host = {
+    host: dict[str, np.ndarray[Any, Any]] = {
         "slots": slot_runs([(first + c.prefix, c.count) for first, c in zip(firsts, chunks, strict=True)]),
         "owners": np.repeat(numbers, counts).astype(np.int32),
         "places": places.astype(np.int32),
@@ -77,7 +77,7 @@ def prefill_inputs(
         "key_places": np.concatenate([np.arange(end) for end in ends]).astype(np.int32),
         "last": np.cumsum(counts) - 1,
     }
-    moved: dict[str, Any] = {name: torch.from_numpy(array).to(embeds.device) for name, array in host.items()}
+    moved: dict[str, Any] = {name: upload(array, embeds.device) for name, array in host.items()}
     return {"embeds": embeds, "cos": cos, "sin": sin, **moved, "deep_pool": deep_pool, "deep_rows": deep_rows}
 
 
@@ -108,7 +108,7 @@ def decode_inputs(
         "ids": ids,
         "cos": cos,
         "sin": sin,
-        "slots": torch.from_numpy(own).to(device),
-        "table": torch.from_numpy(table).to(device),
-        "lengths": torch.tensor(lengths, dtype=torch.int32).to(device),
+        "slots": upload(own, device),
+        "table": upload(table, device),
+        "lengths": upload(np.array(lengths, dtype=np.int32), device),
     }

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, TypedDict
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -18,6 +17,7 @@ from torch.nn import functional
 from mmgraph.capture import BucketGrid, CaptureManager, bucket_size, offsets, rows
 from mmgraph.ops import varlen_attention
 from mmgraph.serving.positions import Grid, tower_metadata
+from mmgraph.staging import upload
 
 
 class TowerOutput(TypedDict):
@@ -65,16 +65,13 @@ class VisionTower:
         )
         device = patches.device
 
-        def move(array: np.ndarray[Any, Any]) -> Tensor:
-            return torch.from_numpy(array).to(device)
-
         return {
             "patches": patches.to(self.visual.pos_embed.weight.dtype),
-            "table_rows": move(host.table_rows),
-            "table_weights": move(host.table_weights),
-            "cos": move(host.cos),
-            "sin": move(host.sin),
-            "cu_seqlens": move(host.cu_seqlens),
+            "table_rows": upload(host.table_rows, device),
+            "table_weights": upload(host.table_weights, device),
+            "cos": upload(host.cos, device),
+            "sin": upload(host.sin, device),
+            "cu_seqlens": upload(host.cu_seqlens, device),
             "max_seqlen": host.max_seqlen,
         }
 

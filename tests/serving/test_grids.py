@@ -6,17 +6,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mmgraph.serving.grids import decode_grid, doubling, prefill_grid, tower_grid
+from mmgraph.serving.grids import decode_grid, geometric, prefill_grid, tower_grid
 from mmgraph.serving.model import REAL_LIMITS, SMALL_LIMITS
 
 
-@given(first=st.integers(1, 100), last=st.integers(1, 5000))
-def test_doubling_ascends_to_the_last(first, last):
-    sizes = doubling(first, last)
-    assert sizes[-1] == last
+@given(
+    first=st.integers(1, 100), last=st.integers(1, 5000), steps=st.integers(1, 5), multiple=st.integers(1, 9)
+)
+def test_sizes_ascend_to_the_last_and_pad_by_no_more_than_a_step(first, last, steps, multiple):
+    sizes = geometric(first, last, steps=steps, multiple=multiple)
+    assert last <= sizes[-1] < last + multiple
     assert list(sizes) == sorted(set(sizes))
-    assert all(b <= 2 * a for a, b in itertools.pairwise(sizes))
-    assert sizes[0] == min(first, last)
+    assert all(size % multiple == 0 for size in sizes)
+    assert all(b <= 2 ** (1 / steps) * a + multiple for a, b in itertools.pairwise(sizes))
+    assert sizes[0] >= min(first, last)
 
 
 @pytest.mark.parametrize(("budget", "limits"), [(128, SMALL_LIMITS), (2048, REAL_LIMITS)])
