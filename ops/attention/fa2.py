@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from mmgraph.ops.attention.registry import AttentionBackend, Traits, import_package
-from mmgraph.ops.attention.triton_backend import zero_tail
+from mmgraph.ops.attention.triton_backend import triton_package, zero_tail
 
 Tensor = torch.Tensor
 
@@ -153,6 +153,8 @@ def _why_not(traits: Traits) -> str | None:
         return f"it takes bfloat16 and float16, not {traits.dtype}"
     if not supports_shape(traits.dtype, traits.head_dim, traits.v_dim):
         return f"it takes widths up to {LARGEST_WIDTH}, not {max(traits.head_dim, traits.v_dim)}"
+    if triton_package() is None:
+        return "it clears the rows behind the last sequence with a Triton kernel, and triton isn't installed"
     if _package() is None and not torch.backends.cuda.is_flash_attention_available():
         return "flash-attn isn't installed and this PyTorch was built without its own copy"
     return None

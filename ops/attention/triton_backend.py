@@ -192,7 +192,13 @@ def zero_tail(out: Tensor, cu_seqlens: Tensor, max_seqlen: int | None = None) ->
 
 
 @lru_cache(maxsize=1)
-def _package() -> Any:
+def triton_package() -> Any:
+    """The triton package, or None where it isn't installed.
+
+    Raises:
+        BrokenBackend: It is installed and can't be imported.
+    """
+
     def load() -> Any:
         import triton
 
@@ -210,7 +216,7 @@ def _why_not(traits: Traits) -> str | None:
         return f"it takes widths up to {LARGEST_WIDTH}, not {max(traits.head_dim, traits.v_dim)}"
     if torch.version.hip is None and torch.cuda.get_device_capability(traits.device) < (8, 0):
         return "it needs compute capability 8.0 or more"
-    if _package() is None:
+    if triton_package() is None:
         return "triton isn't installed"
     return None
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mmgraph import ops
-from mmgraph.ops.attention import api, fa2, order, registry
+from mmgraph.ops.attention import api, fa2, order, registry, triton_backend
 from mmgraph.ops.attention.registry import AttentionBackend, Traits
 from mmgraph.ops.attention.triton_backend import block_table, split_width
 
@@ -19,9 +19,11 @@ GPU = Traits(torch.device("cuda", 0), torch.bfloat16, 80, 80, 16, 16)
 def fresh_answers():
     registry.forget_choices()
     fa2._package.cache_clear()
+    triton_backend.triton_package.cache_clear()
     yield
     registry.forget_choices()
     fa2._package.cache_clear()
+    triton_backend.triton_package.cache_clear()
 
 
 @pytest.fixture
@@ -79,6 +81,13 @@ def test_without_flash_attn_and_torchs_copy_there_is_a_reason(gpu, monkeypatch):
     assert fa2.source() == "torch"
     monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: False)
     assert "isn't installed" in {r.name: r for r in registry.reports(GPU)}["fa2"].reason
+
+
+def test_without_triton_only_the_reference_is_left(gpu, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert list(registry.usable_backends(GPU)) == ["reference"]
+    for report in registry.reports(GPU)[:2]:
+        assert "triton isn't installed" in report.reason
 
 
 @pytest.fixture
