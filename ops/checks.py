@@ -172,6 +172,7 @@ def check_attention(
         and q_shape[1] % k_shape[1] == 0 < v_shape[2]
         and cu_seqlens.dtype == torch.int32
         and cu_seqlens.dim() == 1
+        and cu_seqlens.shape[0] > 0
         and device == k.device == v.device == cu_seqlens.device
         and (not isinstance(max_seqlen, int) or max_seqlen >= 0)
     ):
@@ -210,6 +211,8 @@ def _diagnose_attention(
         raise ArgumentError(
             f"{op}: cu_seqlens must be a one-dimensional int32 tensor of batch + 1 offsets, got {_kind(cu_seqlens)}."
         )
+    if cu_seqlens.shape[0] == 0:
+        raise ArgumentError(f"{op}: cu_seqlens must have batch + 1 entries, got none; no sequence is [0].")
     if isinstance(max_seqlen, int) and max_seqlen < 0:
         raise ArgumentError(f"{op}: max_seqlen must not be negative, got {max_seqlen}.")
     device = q.device
@@ -237,13 +240,8 @@ def check_offsets(cu_seqlens: torch.Tensor, tokens: int, max_seqlen: int) -> lis
     """The offsets of a CPU tensor as a list, after checking their content.
 
     Raises:
-        ArgumentError: There is no offset at all.
         DataError: They don't start at 0, decrease, pass the tokens, or one length passes ``max_seqlen``.
     """
-    if cu_seqlens.shape[0] == 0:
-        raise ArgumentError(
-            "varlen_attention: cu_seqlens must have batch + 1 entries, got none; no sequence is [0]."
-        )
     offsets: list[int] = cu_seqlens.tolist()
     if offsets[0] != 0:
         raise DataError(f"varlen_attention: cu_seqlens must start at 0, got {offsets[0]}.")
