@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -13,7 +13,15 @@ from .buckets import Bucket
 from .layout import LeafLayout
 from .spec import Offsets, Rows
 
-__all__ = ["BucketGraph", "OutputPlan", "Replayable", "copy_out", "median_replay_seconds", "stage"]
+__all__ = [
+    "BucketGraph",
+    "OutputPlan",
+    "Replayable",
+    "allocate_outputs",
+    "copy_out",
+    "median_replay_seconds",
+    "stage",
+]
 
 
 class Replayable(Protocol):
@@ -64,42 +72,59 @@ def stage(
 ) -> None:
     """Copies a call's values into the static inputs and fills the padding behind them, every time.
 
-    Nothing waits for the device: the last offset is spread over the padding entries on the device itself.
+    Nothing waits for the device: the last offset is spread over the padding entries on the device itself. Copies of one
+    dtype, and fills with zero, go out together: by themselves they cost the host 5 to 7 us each.
     """
+    copies: dict[torch.dtype, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+    zeros: list[torch.Tensor] = []
     for layout, target, value in zip(layouts, graph.inputs, leaves, strict=True):
         if layout is None or target is None:
             continue
+        targets, sources = copies.setdefault(layout.dtype, ([], []))
         spec = layout.spec
         if isinstance(spec, Rows):
             have, room = layout.length(sizes), layout.length(graph.bucket)
-            target.narrow(spec.axis, 0, have).copy_(value, non_blocking=True)
             if have < room:
-                target.narrow(spec.axis, have, room - have).fill_(spec.fill)
+                padding = target.narrow(spec.axis, have, room - have)
+                target = target.narrow(spec.axis, 0, have)
+                if spec.fill == 0:
+                    zeros.append(padding)
+                else:
+                    padding.fill_(spec.fill)
         elif isinstance(spec, Offsets):
-            have = value.shape[0]
-            target[:have].copy_(value, non_blocking=True)
-            if have < target.shape[0]:
-                target[have:].copy_(value[-1:].expand(target.shape[0] - have))
-        else:
-            target.copy_(value, non_blocking=True)
+            have, room = value.shape[0], target.shape[0]
+            if have < room:
+                target[have:].copy_(value[-1:].expand(room - have))
+                target = target[:have]
+        targets.append(target)
+        sources.append(value)
+    for targets, sources in copies.values():
+        torch._foreach_copy_(targets, sources)
+    if zeros:
+        torch._foreach_zero_(zeros)
 
 
-def copy_out(
-    graph: BucketGraph, sizes: Mapping[str, int], allocate: Callable[[torch.Tensor], torch.Tensor]
-) -> list[Any]:
-    """Fresh copies of the outputs, cut to the call's sizes: no later replay changes them."""
-    results: list[Any] = []
-    for plan, source in zip(graph.plans, graph.outputs, strict=True):
-        if plan.layout is None or source is None:
-            results.append(plan.value)
+def allocate_outputs(graph: BucketGraph, sizes: Mapping[str, int]) -> list[torch.Tensor | None]:
+    """Memory for a call's outputs, on the current stream."""
+    return [
+        None
+        if plan.layout is None
+        else torch.empty(plan.layout.full_shape(sizes), dtype=plan.layout.dtype, device=plan.layout.device)
+        for plan in graph.plans
+    ]
+
+
+def copy_out(graph: BucketGraph, sizes: Mapping[str, int], results: Sequence[torch.Tensor | None]) -> None:
+    """Copies the outputs, cut to the call's sizes, into memory of the caller's: no later replay changes them."""
+    for plan, source, result in zip(graph.plans, graph.outputs, results, strict=True):
+        if plan.layout is None or source is None or result is None:
             continue
         spec = plan.layout.spec
         if isinstance(spec, Rows):
-            source = source.narrow(spec.axis, 0, plan.layout.length(sizes))
+            source = source.narrow(spec.axis, 0, result.shape[spec.axis])
         elif isinstance(spec, Offsets):
-            source = source[: plan.layout.length(sizes)]
-        results.append(allocate(source))
-    return results
+            source = source[: result.shape[0]]
+        result.copy_(source)
 
 
 def median_replay_seconds(graph: Replayable, stream: torch.cuda.Stream | None, repeats: int = 3) -> float:

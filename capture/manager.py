@@ -20,7 +20,7 @@ from .buckets import Bucket, BucketGrid
 from .capturing import Capturer, autocast_state
 from .cuda import CAPTURE_LOCK
 from .errors import CallError, CallGradientError, CaptureError, CaptureFailedError, SpecError
-from .graph import BucketGraph, copy_out, stage
+from .graph import BucketGraph, allocate_outputs, copy_out, stage
 from .layout import LeafLayout, check_leaf, layout_of_example, sizes_of_leaves
 from .report import BucketReport, CallExplanation, Report
 from .spec import Constant, Rows, Signature
@@ -255,12 +255,22 @@ class CaptureManager:
 
     def _replay(self, graph: BucketGraph, leaves: list[Any], sizes: Mapping[str, int]) -> Any:
         capturer = self._require_capturer()
-        with torch.no_grad(), capturer.on_owner_stream() as allocate:
+        # From the caller's stream, so that freeing and reusing a result needs no mark on another stream.
+        results = allocate_outputs(graph, sizes)
+
+        def work() -> None:
             stage(graph, capturer.layouts, leaves, sizes)
             graph.graph.replay()
-            results = copy_out(graph, sizes, allocate)
+            copy_out(graph, sizes, results)
+
+        with torch.no_grad():
+            capturer.on_owner_stream(work)
         graph.count(sizes)
-        return pytree.tree_unflatten(results, self._signature.output_tree)
+        values = [
+            plan.value if plan.layout is None else result
+            for plan, result in zip(graph.plans, results, strict=True)
+        ]
+        return pytree.tree_unflatten(values, self._signature.output_tree)
 
     def _bucket_report(self, graph: BucketGraph) -> BucketReport:
         padding = {

@@ -10,7 +10,7 @@ import threading
 
 import torch
 
-from mmgraph.ops.errors import CaptureError, DeviceError
+from mmgraph.ops.errors import DeviceError, DuringCaptureError
 
 
 class Fault(enum.IntEnum):
@@ -57,13 +57,13 @@ def flag_for(device: torch.device) -> torch.Tensor:
     """The flag of a device (one with an index), int64 ``[len(Fault) * FIELDS]``.
 
     Raises:
-        CaptureError: It isn't made yet and the current stream is being captured.
+        DuringCaptureError: It isn't made yet and the current stream is being captured.
     """
     flag = _flags.get(device)
     if flag is not None:
         return flag
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        raise CaptureError(
+        raise DuringCaptureError(
             f"the error flag of {device} must exist before a capture, but this is the first mmgraph op on that device "
             "and it runs inside one. Run the function once before capturing it, or call "
             f"mmgraph.ops.prepare_device({str(device)!r}) first."
@@ -84,7 +84,7 @@ def prepare_device(device: torch.device | str) -> None:
         device: The device; a CUDA device without an index is the current one.
 
     Raises:
-        CaptureError: The current stream is being captured.
+        DuringCaptureError: The current stream is being captured.
     """
     flag_for(_with_index(torch.device(device)))
 
@@ -100,10 +100,10 @@ def check_errors(device: torch.device | str | None = None) -> None:
 
     Raises:
         DeviceError: A kernel recorded a fault; the message names the op, the row and the value.
-        CaptureError: The current stream is being captured.
+        DuringCaptureError: The current stream is being captured.
     """
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-        raise CaptureError(
+        raise DuringCaptureError(
             "check_errors reads the device and can't run inside a capture: call it after the replay."
         )
     devices = list(_flags) if device is None else [_with_index(torch.device(device))]

@@ -29,7 +29,7 @@ class GradientError(OpError):
     """A gradient was asked of something that has none."""
 
 
-class CaptureError(OpError):
+class DuringCaptureError(OpError):
     """A call that can't be repeated by a graph was made while a stream is being captured."""
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from mmgraph.ops.errors import ArgumentError, CaptureError
+from mmgraph.ops.errors import ArgumentError, DuringCaptureError
 
 _SLOTS = 8
 _SMALLEST = 4096
@@ -144,13 +144,13 @@ class RowMap:
             A tensor of its own.
 
         Raises:
-            CaptureError: The current stream is being captured: the copy would be repeated from a reused buffer.
+            DuringCaptureError: The current stream is being captured: the copy would be repeated from a reused buffer.
         """
         target = torch.device(device)
         if target.type != "cuda":
             return torch.from_numpy(self.host.copy()).to(target)
         if torch.cuda.is_current_stream_capturing():
-            raise CaptureError(
+            raise DuringCaptureError(
                 "RowMap.to(device) can't run inside a capture: the graph would copy from a buffer that is reused. "
                 "Copy it before the capture and pass the tensor."
             )

@@ -52,6 +52,13 @@ def widen(tensor: Tensor, width: int) -> Tensor:
     return tensor if aligned else tensor.clone(memory_format=torch.contiguous_format)
 
 
+def positive_scale(q: Tensor, scale: float) -> tuple[Tensor, float]:
+    """The same scores with a scale that is positive, which the kernels need: with another they give NaN."""
+    if scale > 0:
+        return q, scale
+    return (-q, -scale) if scale < 0 else (torch.zeros_like(q), 1.0)
+
+
 def forward(
     q: Tensor,
     k: Tensor,
@@ -65,6 +72,7 @@ def forward(
     """FlashAttention 2 per sequence; zeros where no sequence covers."""
     head_dim, v_dim = q.shape[2], v.shape[2]
     width = padded_width(head_dim, v_dim)
+    q, scale = positive_scale(q, scale)
     q, k, v = widen(q, width), widen(k, width), widen(v, width)
     cu_seqlens = cu_seqlens.contiguous()
     # With a longest length of 1 and grouped heads the kernels take every row for a sequence of its own.
@@ -112,6 +120,8 @@ def backward(
     """PyTorch's FlashAttention 2 backward, for the log-sum-exps of any backend; zeros where no sequence covers."""
     head_dim, v_dim = q.shape[2], v.shape[2]
     width = padded_width(head_dim, v_dim)
+    sign = (scale > 0) - (scale < 0)
+    q, scale = positive_scale(q, scale)
     wide_q, wide_k, wide_v, wide_out, wide_grad = (widen(x, width) for x in (q, k, v, out, grad))
     cu_seqlens = cu_seqlens.contiguous()
     max_seqlen = max(max_seqlen, 2)
@@ -133,6 +143,8 @@ def backward(
         torch.empty(0, device=q.device),
         scale=scale,
     )
+    if sign < 1:
+        dq = dq * sign
     result = (dq[:, :, :head_dim].contiguous(), dk[:, :, :head_dim].contiguous(), dv[:, :, :v_dim].contiguous())
     for one in result:
         zero_tail(one, cu_seqlens)

@@ -363,7 +363,9 @@ def test_a_failed_capture_leaves_the_process_as_it_was(name: str, graphs: Captur
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
         levels.append((torch.cuda.memory_allocated(), torch.cuda.memory_reserved()))
-    assert levels[3] == levels[2] == levels[1]
+    # A leak would be at least a segment of 2 MiB for each of the 9 failures since the first level.
+    assert levels[3][0] == levels[0][0]
+    assert levels[3][1] - levels[0][1] <= 2 << 20
     # memory marked for another stream is given back
     side = torch.cuda.Stream()
     allocated = torch.cuda.memory_allocated()
@@ -400,7 +402,7 @@ def test_memory_is_the_largest_buckets_and_level_over_recaptures() -> None:
         gc.collect()
         torch.cuda.empty_cache()
         levels.append(torch.cuda.memory_reserved())
-    assert levels[1:] == [levels[1]] * 4
+    assert levels[-1] - levels[0] <= 2 << 20
 
 
 def test_static_inputs_and_integers_on_the_device() -> None:

@@ -204,7 +204,7 @@ def test_the_first_op_of_a_device_inside_a_capture_is_refused_and_works_afterwar
     expected = ops.assemble_embeddings(*inputs)
     monkeypatch.setattr(error_flag, "_flags", {})
     graph = torch.cuda.CUDAGraph()
-    with pytest.raises(ops.CaptureError, match="prepare_device"), torch.cuda.graph(graph):
+    with pytest.raises(ops.DuringCaptureError, match="prepare_device"), torch.cuda.graph(graph):
         ops.assemble_embeddings(*inputs)
     ops.prepare_device("cuda")
     assert torch.equal(ops.assemble_embeddings(*inputs), expected)

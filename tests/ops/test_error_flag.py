@@ -54,10 +54,10 @@ def test_a_device_without_a_flag_has_nothing_to_tell():
 
 def test_a_capture_needs_the_flag_made_before(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    with pytest.raises(ops.CaptureError, match="prepare_device"):
+    with pytest.raises(ops.DuringCaptureError, match="prepare_device"):
         error_flag.flag_for(torch.device("cuda", 0))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    with pytest.raises(ops.CaptureError, match="after the replay"):
+    with pytest.raises(ops.DuringCaptureError, match="after the replay"):
         ops.check_errors()
-    with pytest.raises(ops.CaptureError, match="pass the tensor"):
+    with pytest.raises(ops.DuringCaptureError, match="pass the tensor"):
         ops.RowMap.from_ranges(2, [0], [0], [0], pool_rows=1).to("cuda:0")
