@@ -1,14 +1,17 @@
 """How fast is each attention backend, and what does a call cost on the host?
 
-bfloat16, non-causal, views of one packed qkv; TFLOP/s from 4 * length^2 * heads * width a sequence; L2 is cleared
-before each run. The error is the largest difference from the reference backend, beside the time. Host time is a call
-under inference mode, the op against the backend's own function.
+bfloat16, views of one packed qkv; TFLOP/s from 4 * length^2 * heads * width a sequence, half of it where causal; L2 is
+cleared before each run. The error is the largest difference from the reference backend. Host time is a
+call under inference mode, the op against the backend's own function.
 
     python bench/attention.py [--out results.json] [--smoke] [--sweep]
 """
 
 import argparse
+import functools
 import itertools
+import random
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,40 +22,70 @@ from mmgraph import ops
 from mmgraph.ops.attention import triton_backend
 from mmgraph.ops.attention.registry import _table
 
-# sequences, length, heads, width
+
+@dataclass(frozen=True)
+class Shape:
+    """Sequences of one length, or (`ragged`) drawn around it; heads, width, key heads, causal or not."""
+
+    batch: int
+    length: int
+    heads: int
+    width: int
+    kv_heads: int = 0
+    causal: bool = False
+    ragged: bool = False
+
+    def lengths(self) -> list[int]:
+        if not self.ragged:
+            return [self.length] * self.batch
+        draw = random.Random(self.length)
+        return [draw.randint(1, 2 * self.length) for _ in range(self.batch)]
+
+    def __str__(self) -> str:
+        kv = f"/{self.kv_heads}" if self.kv_heads else ""
+        kind = (", causal" if self.causal else "") + (", ragged" if self.ragged else "")
+        return f"{self.batch} x {self.length}, {self.heads}{kv}, {self.width}{kind}"
+
+    def tflops(self, ms: float) -> float:
+        pairs = sum(n * n for n in self.lengths()) / (2 if self.causal else 1)
+        return 4e-9 * pairs * self.heads * self.width / ms
+
+
 SHAPES = (
-    (4, 4096, 16, 64),
-    (4, 4096, 16, 72),
-    (4, 4096, 16, 80),
-    (4, 4096, 16, 128),
-    (1, 16384, 16, 72),
-    (16, 1024, 16, 72),
-    (256, 64, 16, 80),
-    (64, 64, 16, 80),
+    Shape(4, 4096, 16, 64),
+    Shape(4, 4096, 16, 72),
+    Shape(4, 4096, 16, 80),
+    Shape(4, 4096, 16, 128),
+    Shape(1, 16384, 16, 72),
+    Shape(16, 1024, 16, 72),
+    Shape(256, 64, 16, 80),
+    Shape(64, 64, 16, 80),
+    Shape(16, 1024, 16, 72, ragged=True),
+    Shape(64, 196, 16, 72, ragged=True),
+    Shape(128, 128, 16, 64),
+    Shape(8, 576, 16, 64),
+    Shape(2, 2048, 12, 32),
+    Shape(4, 2048, 8, 256),
+    Shape(4, 4096, 32, 128, kv_heads=8),
+    Shape(4, 4096, 32, 128, kv_heads=8, causal=True),
+    Shape(4, 4096, 16, 64, causal=True),
+    Shape(16, 512, 32, 128, kv_heads=8, causal=True, ragged=True),
+    Shape(32, 64, 16, 64, causal=True),
 )
-SMOKE = ((2, 16, 2, 8),)
+SMOKE = (Shape(2, 16, 2, 8), Shape(3, 9, 4, 8, kv_heads=2, causal=True, ragged=True))
 
 
-def prepare(shape: tuple[int, int, int, int], device: torch.device) -> tuple[Any, ...]:
-    batch, length, heads, width = shape
+def prepare(shape: Shape, device: torch.device) -> tuple[Any, ...]:
+    lengths = shape.lengths()
+    heads, kv_heads, width = shape.heads, shape.kv_heads or shape.heads, shape.width
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    qkv = torch.randn(batch * length, 3 * heads * width, device=device).to(dtype)
-    q, k, v = (x.unflatten(1, (heads, width)) for x in qkv.chunk(3, dim=1))
-    cu = torch.arange(batch + 1, dtype=torch.int32, device=device) * length
-    return q, k, v, cu, length
+    qkv = torch.randn(sum(lengths), heads + 2 * kv_heads, width, device=device).to(dtype)
+    q, k, v = qkv.split([heads, kv_heads, kv_heads], dim=1)
+    cu = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device)
+    return q, k, v, cu, max(lengths)
 
 
-def label(shape: tuple[int, int, int, int]) -> str:
-    batch, length, heads, width = shape
-    return f"{batch} x {length}, {heads}, {width}"
-
-
-def tflops(shape: tuple[int, int, int, int], ms: float) -> float:
-    batch, length, heads, width = shape
-    return 4e-9 * batch * length**2 * heads * width / ms
-
-
-def others(q: Any, k: Any, v: Any, cu: Any, length: int) -> dict[str, Any]:
+def others(q: Any, k: Any, v: Any, cu: Any, length: int, causal: bool) -> dict[str, Any]:
     """Calls that mmgraph is compared with, where they are there."""
     if not q.is_cuda:
         return {}
@@ -60,36 +93,42 @@ def others(q: Any, k: Any, v: Any, cu: Any, length: int) -> dict[str, Any]:
     scale = width**-0.5
     return {
         "torch varlen": lambda: torch.ops.aten._flash_attention_forward(
-            q, k, v, cu, cu, length, length, 0.0, False, False, scale=scale
+            q, k, v, cu, cu, length, length, 0.0, causal, False, scale=scale
         )[0]
     }
 
 
-def measure(shape: tuple[int, int, int, int], device: torch.device) -> list[dict[str, Any]]:
+def measure(shape: Shape, device: torch.device) -> list[dict[str, Any]]:
     q, k, v, cu, length = prepare(shape, device)
-    expected = ops.varlen_attention(q, k, v, cu, length, backend="reference").float()
-    reports = ops.explain_backends(device=device, dtype=q.dtype, head_dim=shape[3], heads=shape[2])
+    expected = ops.varlen_attention(q, k, v, cu, length, causal=shape.causal, backend="reference").float()
+    traits: dict[str, Any] = {
+        "device": device,
+        "dtype": q.dtype,
+        "head_dim": shape.width,
+        "heads": shape.heads,
+        "kv_heads": k.shape[1],
+        "causal": shape.causal,
+    }
+    reports = ops.explain_backends(**traits)
     names = [report.name for report in reports if report.usable and report.name != "reference"] or ["reference"]
-    chosen = ops.select_backend(
-        device=device, dtype=q.dtype, head_dim=shape[3], heads=shape[2],
-        tokens=q.shape[0], batch=shape[0], max_seqlen=length,
-    )  # fmt: skip
-    calls = {name: lambda n=name: ops.varlen_attention(q, k, v, cu, length, backend=n) for name in names}
-    calls[f"None ({chosen})"] = lambda: ops.varlen_attention(q, k, v, cu, length)
-    calls |= others(q, k, v, cu, length)
+    chosen = ops.select_backend(**traits, tokens=q.shape[0], batch=shape.batch, max_seqlen=length)
+    run = functools.partial(ops.varlen_attention, q, k, v, cu, length, causal=shape.causal)
+    calls = {name: functools.partial(run, backend=name) for name in names}
+    calls[f"None ({chosen})"] = run
+    calls |= others(q, k, v, cu, length, shape.causal)
     found = []
     for name, call in calls.items():
         error = float((call().float() - expected).abs().max())
         ms = device_ms(call, device)
         found.append(
-            {"shape": label(shape), "backend": name, "ms": ms, "TFLOP/s": tflops(shape, ms), "error": error}
+            {"shape": str(shape), "backend": name, "ms": ms, "TFLOP/s": shape.tflops(ms), "error": error}
         )
     return found
 
 
 def host(device: torch.device) -> list[dict[str, Any]]:
     """One call on a small input: the op that chooses, the backend's own op, and the backend's function."""
-    q, k, v, cu, length = prepare((2, 16, 2, 64), device)
+    q, k, v, cu, length = prepare(Shape(2, 16, 2, 64), device)
     found = []
     reports = ops.explain_backends(device=device, dtype=q.dtype, head_dim=64, heads=2)
     for name in (report.name for report in reports if report.usable):
@@ -117,7 +156,7 @@ def host(device: torch.device) -> list[dict[str, Any]]:
     return found
 
 
-def sweep(shape: tuple[int, int, int, int], device: torch.device) -> list[dict[str, Any]]:
+def sweep(shape: Shape, device: torch.device) -> list[dict[str, Any]]:
     """The Triton kernel with other block sizes than the committed ones, the fastest first."""
     q, k, v, cu, length = prepare(shape, device)
     rows_at_once = (64,) if length <= 64 else (64, 128)
@@ -127,15 +166,15 @@ def sweep(shape: tuple[int, int, int, int], device: torch.device) -> list[dict[s
     ):
         try:
             ms = device_ms(
-                lambda b=blocks: triton_backend.forward(q, k, v, cu, length, 0.1, False, False, b), device, 30
+                lambda b=blocks: triton_backend.forward(q, k, v, cu, length, 0.1, shape.causal, False, b),
+                device,
+                30,
             )
         except Exception as error:
             if type(error).__name__ != "OutOfResources":
                 raise
             continue  # these blocks don't fit in shared memory
-        found.append(
-            {"shape": label(shape), "blocks": str(tuple(blocks)), "ms": ms, "TFLOP/s": tflops(shape, ms)}
-        )
+        found.append({"shape": str(shape), "blocks": str(tuple(blocks)), "ms": ms, "TFLOP/s": shape.tflops(ms)})
     return sorted(found, key=lambda row: row["ms"])[:6]
 
 

@@ -13,8 +13,9 @@ from mmgraph.ops.error_flag import Fault, flag_for
 
 Tensor = torch.Tensor
 
-_LARGEST_BLOCK = 8192
-_BYTES_PER_WARP = 2048  # four 16-byte loads in flight a thread
+# Measured at width 4096 in bfloat16 on an H200: within 3% of the best of 1024 to 4096 columns and 1 to 8 warps.
+_LARGEST_BLOCK = 2048
+_BYTES_PER_WARP = 1024
 
 _kernels: Any = None
 
