@@ -97,10 +97,17 @@ def _step(
     total = total * shrink + tl.sum(weights, 1)
     v0 = _load(v_ptr, v_stride, rows, limit, 0, DV0, DV, MASKED, ALIGNED)
     weights = weights.to(v0.dtype)
-    acc0 = tl.dot(weights, v0, acc0 * shrink[:, None], input_precision=PRECISION)
     if DV1 > 0:
+        # Two products that read the same weights from registers must be done before the next block writes those: as
+        # accumulating dots they run on past the loop's end, and on an H200 (Triton 3.6) gave other results each time.
+        # A fused multiply-add needs its product at once, and scales the sum in the same instruction.
         v1 = _load(v_ptr, v_stride, rows, limit, DV0, DV1, DV, MASKED, ALIGNED)
-        acc1 = tl.dot(weights, v1, acc1 * shrink[:, None], input_precision=PRECISION)
+        scaled = tl.broadcast_to(shrink[:, None], acc0.shape)
+        acc0 = tl.fma(acc0, scaled, tl.dot(weights, v0, input_precision=PRECISION))
+        scaled = tl.broadcast_to(shrink[:, None], acc1.shape)
+        acc1 = tl.fma(acc1, scaled, tl.dot(weights, v1, input_precision=PRECISION))
+    else:
+        acc0 = tl.dot(weights, v0, acc0 * shrink[:, None], input_precision=PRECISION)
     return acc0, acc1, total, new_top
 
 

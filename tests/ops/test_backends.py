@@ -20,10 +20,12 @@ def fresh_answers():
     registry.forget_choices()
     fa2._package.cache_clear()
     triton_backend.triton_package.cache_clear()
+    order._is_hopper.cache_clear()
     yield
     registry.forget_choices()
     fa2._package.cache_clear()
     triton_backend.triton_package.cache_clear()
+    order._is_hopper.cache_clear()
 
 
 @pytest.fixture
@@ -48,13 +50,22 @@ def test_the_cpu_has_the_reference_and_reasons_for_the_rest():
 
 def test_the_order_follows_the_sequence_shape(gpu):
     assert order.choose(GPU, 16384, 256, 64).name == "triton"
-    assert order.choose(GPU, 16384, 4, 4096).name == "fa2"
+    assert order.choose(GPU, 16384, 64, 256).name == "fa2"
+    assert order.choose(GPU, 16384, 4, 4096).name == "triton"
+    broad = Traits(GPU.device, torch.bfloat16, 256, 256, 16, 16)
+    assert order.choose(broad, 16384, 4, 4096).name == "fa2"
     single = Traits(GPU.device, torch.float32, 80, 80, 16, 16)
     assert order.choose(single, 16384, 4, 4096).name == "triton"
     double = Traits(GPU.device, torch.float64, 80, 80, 16, 16)
     assert order.choose(double, 16384, 4, 4096).name == "reference"
     wide = Traits(GPU.device, torch.bfloat16, 320, 80, 16, 16)
     assert order.choose(wide, 16384, 4, 4096).name == "reference"
+
+
+def test_other_architectures_keep_fa2_until_they_are_measured(gpu, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 0))
+    assert order.choose(GPU, 16384, 4, 4096).name == "fa2"
+    assert order.choose(GPU, 16384, 256, 64).name == "triton"
 
 
 def test_old_gpus_have_the_reference(gpu, monkeypatch):
