@@ -156,7 +156,8 @@ class CaptureManager:
         """The function's result for these arguments: from a graph where a bucket holds them, else run eagerly.
 
         Args:
-            *args, **kwargs: the declared inputs, by position in the order declared, or by name.
+            *args: the declared inputs by position, in the order declared.
+            **kwargs: the declared inputs by name.
 
         Raises:
             CallError: a missing or unknown argument, or one of a wrong kind, dtype, device or shape.

@@ -77,14 +77,14 @@ class MultimodalEmbedder:
                 The vocabulary's size is its ``num_embeddings``, else the rows of its ``weight``, so a shard must tell
                 the former.
             ctx: The batch's media; None for text only.
-            encoders: An :class:`EncoderSpec`, or a function of a list of items, by modality.
+            encoders: An `EncoderSpec`, or a function of a list of items, by modality.
             multimodal_model: For deepstack, has ``separate_deepstack_embeds`` and ``deepstack_visual_indexes``.
             is_decode_or_idle: The batch has no prefill request.
 
         Returns:
             Embeddings ``[T, hidden]`` in the embedding's dtype, and keywords for the language model:
             ``input_deepstack_embeds`` ``[T, hidden * levels]``, or ``deepstack_rows``, a
-            :class:`DeepstackRows`, where an encoder with deepstack takes part. ``(None, {})`` where no item is
+            `DeepstackRows`, where an encoder with deepstack takes part. ``(None, {})`` where no item is
             touched.
 
         Raises:
@@ -110,12 +110,12 @@ class MultimodalEmbedder:
         """Embed a batch, and set failing requests aside where asked.
 
         Args:
-            input_ids: As in :meth:`apply`.
-            text_embedding: As in :meth:`apply`.
-            ctx: As in :meth:`apply`.
-            encoders: As in :meth:`apply`.
-            multimodal_model: As in :meth:`apply`.
-            is_decode_or_idle: As in :meth:`apply`.
+            input_ids: As in `apply`.
+            text_embedding: As in `apply`.
+            ctx: As in `apply`.
+            encoders: As in `apply`.
+            multimodal_model: As in `apply`.
+            is_decode_or_idle: As in `apply`.
             on_error: "isolate": a request whose items can't be planned, encoded or used is named in ``failed``
                 and the others are embedded; where an encoder fails on a batch, it is called again for each
                 item, to find which. Errors of the batch as a whole are raised all the same.
@@ -124,7 +124,7 @@ class MultimodalEmbedder:
             Embeddings, keywords and the failed requests.
 
         Raises:
-            MultimodalError: As in :meth:`apply`.
+            MultimodalError: As in `apply`.
         """
         if on_error not in ("raise", "isolate"):
             raise EncoderSpecError(f"on_error must be 'raise' or 'isolate', got {on_error!r}")
@@ -161,7 +161,7 @@ class MultimodalEmbedder:
             self._keep_timing(recorder)
 
     def plan(self, ctx: MultimodalForwardContext, num_tokens: int) -> EncodePlan:
-        """Plan a batch: the first phase alone; see :func:`mmgraph.planning.build_plan`.
+        """Plan a batch: the first phase alone; see `mmgraph.planning.build_plan`.
 
         Args:
             ctx: The batch.
@@ -193,10 +193,10 @@ class MultimodalEmbedder:
 
         Args:
             plan: The plan.
-            encoders: As in :meth:`apply`.
-            multimodal_model: As in :meth:`apply`.
+            encoders: As in `apply`.
+            multimodal_model: As in `apply`.
             device: Where features go, unless an encoder's spec says otherwise.
-            width: The text embedding's width; None leaves that check to :meth:`assemble`.
+            width: The text embedding's width; None leaves that check to `assemble`.
 
         Raises:
             MultimodalError: An encoder or a feature is missing, or an encoder failed. Items are encoded or as
@@ -222,13 +222,13 @@ class MultimodalEmbedder:
 
         Args:
             plan: The plan.
-            input_ids: As in :meth:`apply`.
-            text_embedding: As in :meth:`apply`.
-            encoders: As in :meth:`apply`; only what they say of deepstack is read.
-            multimodal_model: As in :meth:`apply`.
+            input_ids: As in `apply`.
+            text_embedding: As in `apply`.
+            encoders: As in `apply`; only what they say of deepstack is read.
+            multimodal_model: As in `apply`.
 
         Returns:
-            As :meth:`apply`.
+            As `apply`.
 
         Raises:
             MultimodalError: An item isn't encoded or its rows don't fit.

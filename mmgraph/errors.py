@@ -1,6 +1,6 @@
 """Every error that mmgraph raises on purpose, in one place.
 
-The data model, the plan and the embedder raise subclasses of :class:`MultimodalError`. ``mmgraph.ops`` and
+The data model, the plan and the embedder raise subclasses of `MultimodalError`. ``mmgraph.ops`` and
 ``mmgraph.capture`` own their errors; this module hands those out too, imported at first use, so that importing
 the data model stays cheap.
 """

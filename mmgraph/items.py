@@ -37,13 +37,13 @@ class MultimodalDataItem:
     """One image, video or audio clip of a prompt. Compared and hashed by identity.
 
     Args:
-        modality: A :class:`Modality`, or its name.
+        modality: A `Modality`, or its name.
         offsets: Inclusive ``(start, end)`` pairs of positions in the request's prompt, ascending, one per
             sub-grid, in the order of the encoder's rows. Kept as a tuple; to change them, assign new ones.
         hash: An int of any size, text or bytes that names the contents; None: never shared with another item.
         pad_value: The placeholder id. "auto": made from the hash, or unique in the process while the hash is
-            None. None: none, so that :func:`pad_input_tokens` passes the item over.
-        feature: What the encoder reads: a tensor on any device, an array, or a :class:`FeatureHandle`. Dropped
+            None. None: none, so that `pad_input_tokens` passes the item over.
+        feature: What the encoder reads: a tensor on any device, an array, or a `FeatureHandle`. Dropped
             once the item is encoded.
         model_specific_data: Whatever else the encoder reads, such as a grid.
         encoded: Rows ``[num_tokens, hidden]``, written by the embedder, or given precomputed.

@@ -99,7 +99,7 @@ class PhaseRecorder:
             self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - begin
 
     def count(self, **amounts: int) -> None:
-        """Add to counts, by their names in :class:`EmbedTiming`."""
+        """Add to counts, by their names in `EmbedTiming`."""
         for name, amount in amounts.items():
             self._counts[name] = self._counts.get(name, 0) + amount
 
