@@ -45,18 +45,9 @@ def _load_kernels() -> Any:
     return _kernels
 
 
-@lru_cache(maxsize=256)
-def split_width(width: int) -> tuple[int, int]:
-    """Two powers of two, the larger first, that cover a width; the second is 0 where one is as good.
-
-    72 and 80 are (64, 16), 96 is (64, 32), 112 is (128, 0), 40 is (32, 16).
-    """
-    whole = 1 << (width - 1).bit_length()
-    if whole <= 16:
-        return 16, 0
-    first = whole // 2
-    second = max(16, 1 << max(0, (width - first - 1).bit_length()))
-    return (whole, 0) if first + second >= whole else (first, second)
+def padded_width(width: int) -> int:
+    """The power of two, at least 16, that the kernel's tiles have for a width; memory isn't padded."""
+    return max(16, 1 << (width - 1).bit_length())
 
 
 @lru_cache(maxsize=64)
@@ -114,8 +105,6 @@ def forward(
     lse = q.new_empty((heads, tokens), dtype=torch.float32) if with_lse else None
     if blocks is None:
         blocks = block_table(q.element_size(), max(head_dim, v_dim), max_seqlen, _shared_bytes(q.device))
-    d0, d1 = split_width(head_dim)
-    dv0, dv1 = split_width(v_dim)
     per_sequence = -(-max_seqlen // blocks.queries)
     flat_blocks = tokens // blocks.queries + batch + 1
     # Where most blocks of a rectangular grid would be empty, each block finds its sequence by bisection instead.
@@ -144,11 +133,9 @@ def forward(
         heads,
         heads // kv_heads,
         head_dim,
-        d0,
-        d1,
+        padded_width(head_dim),
         v_dim,
-        dv0,
-        dv1,
+        padded_width(v_dim),
         blocks.queries,
         blocks.keys,
         causal,

@@ -1,11 +1,13 @@
 """Triton kernels of attention: a varlen forward, and the zeroing of rows that no sequence covers.
 
-Widths are split into two powers of two (72 and 80 as 64 + 16), not padded to the next one (128), so that the products
-do little work that is thrown away. Token and sequence counts and strides are run-time arguments; offsets into a tensor
-are 64-bit. Key blocks that lie whole inside the sequence are read without masks; only the last ones are masked. Offsets
-that can't be right are clamped into the tensors, so that nothing outside is touched, and recorded in the error flag.
-Triton's language isn't Python's types, so this file isn't type-checked; a constant's ``if`` stands alone, because only
-then is it decided at compile time.
+Widths are padded to a power of two inside the kernel, never in memory. Splitting them (72 and 80 as 64 + 16)
+would save products, and must not be done with the assembler that Triton 3.6 brings (ptxas 12.8): for tiles 16
+or 32 columns wide it makes some of the tensor cores' descriptors from a register that holds something else, and
+keys are read from other places, other ones each time. Token and sequence counts and strides are run-time
+arguments; offsets into a tensor are 64-bit. Key blocks that lie whole inside the sequence are read without
+masks; only the last ones are masked. Offsets that can't be right are clamped into the tensors, so that nothing
+outside is touched, and recorded in the error flag. Triton's language isn't Python's types, so this file isn't
+type-checked; a constant's ``if`` stands alone, because only then is it decided at compile time.
 """
 # mypy: ignore-errors
 # ruff: noqa: SIM102
@@ -20,22 +22,21 @@ def _load(
     stride,
     rows,
     limit,
-    START: tl.constexpr,
-    PART: tl.constexpr,
     WIDTH: tl.constexpr,
+    PADDED: tl.constexpr,
     MASKED: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):
-    """Columns from START of the rows; zero are columns from WIDTH on and, with MASKED, rows from limit on."""
-    columns = START + tl.arange(0, PART)
+    """The rows; zero are columns from WIDTH on and, with MASKED, rows from limit on."""
+    columns = tl.arange(0, PADDED)
     ptrs = ptr + rows[:, None] * stride + columns[None, :]
     if ALIGNED:  # a hint on the strides doesn't reach the loads; without it they are two bytes each
         ptrs = tl.multiple_of(ptrs, [1, 16])
-    if MASKED and START + PART > WIDTH:
+    if MASKED and PADDED > WIDTH:
         return tl.load(ptrs, mask=(rows < limit)[:, None] & (columns < WIDTH)[None, :], other=0.0)
     elif MASKED:
         return tl.load(ptrs, mask=(rows < limit)[:, None], other=0.0)
-    elif START + PART > WIDTH:
+    elif PADDED > WIDTH:
         return tl.load(ptrs, mask=(columns < WIDTH)[None, :], other=0.0)
     else:
         return tl.load(ptrs)
@@ -43,12 +44,10 @@ def _load(
 
 @triton.jit
 def _step(
-    acc0,
-    acc1,
+    acc,
     total,
     top,
-    q0,
-    q1,
+    q,
     k_ptr,
     v_ptr,
     k_stride,
@@ -58,11 +57,9 @@ def _step(
     length,
     scale,
     D: tl.constexpr,
-    D0: tl.constexpr,
-    D1: tl.constexpr,
+    DP: tl.constexpr,
     DV: tl.constexpr,
-    DV0: tl.constexpr,
-    DV1: tl.constexpr,
+    DVP: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     CAUSAL: tl.constexpr,
@@ -71,15 +68,14 @@ def _step(
     SCALE_FIRST: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """One block of keys, which the pointers are at: running output, sum and maximum of the softmax in base 2."""
+    """One block of keys, which the pointers are at:
+
+    running output, sum and maximum of the softmax in base 2.
+    """
     rows = tl.arange(0, BLOCK_N)
     limit = length - first
-    scores = tl.dot(
-        q0, tl.trans(_load(k_ptr, k_stride, rows, limit, 0, D0, D, MASKED, ALIGNED)), input_precision=PRECISION
-    )
-    if D1 > 0:
-        k1 = _load(k_ptr, k_stride, rows, limit, D0, D1, D, MASKED, ALIGNED)
-        scores = tl.dot(q1, tl.trans(k1), scores, input_precision=PRECISION)
+    k = _load(k_ptr, k_stride, rows, limit, D, DP, MASKED, ALIGNED)
+    scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     if SCALE_FIRST:
         scores = scores * scale
         factor = 1.0
@@ -95,25 +91,14 @@ def _step(
     weights = tl.math.exp2(scores * factor - new_top[:, None])
     shrink = tl.math.exp2(top - new_top)
     total = total * shrink + tl.sum(weights, 1)
-    v0 = _load(v_ptr, v_stride, rows, limit, 0, DV0, DV, MASKED, ALIGNED)
-    weights = weights.to(v0.dtype)
-    if DV1 > 0:
-        # Two products that read the same weights from registers must be done before the next block writes those: as
-        # accumulating dots they run on past the loop's end, and on an H200 (Triton 3.6) gave other results each time.
-        # A fused multiply-add needs its product at once, and scales the sum in the same instruction.
-        v1 = _load(v_ptr, v_stride, rows, limit, DV0, DV1, DV, MASKED, ALIGNED)
-        scaled = tl.broadcast_to(shrink[:, None], acc0.shape)
-        acc0 = tl.fma(acc0, scaled, tl.dot(weights, v0, input_precision=PRECISION))
-        scaled = tl.broadcast_to(shrink[:, None], acc1.shape)
-        acc1 = tl.fma(acc1, scaled, tl.dot(weights, v1, input_precision=PRECISION))
-    else:
-        acc0 = tl.dot(weights, v0, acc0 * shrink[:, None], input_precision=PRECISION)
-    return acc0, acc1, total, new_top
+    v = _load(v_ptr, v_stride, rows, limit, DV, DVP, MASKED, ALIGNED)
+    acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision=PRECISION)
+    return acc, total, new_top
 
 
 @triton.jit
-def _store(ptr, stride, rows, limit, values, START: tl.constexpr, PART: tl.constexpr, WIDTH: tl.constexpr):
-    columns = START + tl.arange(0, PART)
+def _store(ptr, stride, rows, limit, values, WIDTH: tl.constexpr, PADDED: tl.constexpr):
+    columns = tl.arange(0, PADDED)
     ptrs = ptr + rows[:, None] * stride + columns[None, :]
     tl.store(ptrs, values.to(ptr.dtype.element_ty), mask=(rows < limit)[:, None] & (columns < WIDTH)[None, :])
 
@@ -128,7 +113,10 @@ def _record(flag_ptr, FAULT: tl.constexpr, row, value):
 
 @triton.jit
 def _find_sequence(cu_ptr, batch, block, BLOCK_M: tl.constexpr):
-    """The sequence that owns a block when sequence s owns those from ``cu[s] // BLOCK_M + s`` on; batch: the tail."""
+    """The sequence that owns a block when sequence s owns those from ``cu[s] // BLOCK_M + s`` on; batch:
+
+    the tail.
+    """
     low = 0
     high = batch + 1
     while high - low > 1:
@@ -162,11 +150,9 @@ def attention_kernel(
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     D: tl.constexpr,
-    D0: tl.constexpr,
-    D1: tl.constexpr,
+    DP: tl.constexpr,
     DV: tl.constexpr,
-    DV0: tl.constexpr,
-    DV1: tl.constexpr,
+    DVP: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     CAUSAL: tl.constexpr,
@@ -201,13 +187,8 @@ def attention_kernel(
         offsets = tl.arange(0, BLOCK_M)
         end = tl.minimum(tl.maximum(tl.load(cu_ptr + batch), 0), tokens).to(tl.int64)
         for first in range(end + block * BLOCK_M, tokens, tail_step):
-            row_ptr = out_ptr + first * OUT_STRIDE
-            _store(
-                row_ptr, OUT_STRIDE, offsets, tokens - first, tl.zeros([BLOCK_M, DV0], tl.float32), 0, DV0, DV
-            )
-            if DV1 > 0:
-                zeros = tl.zeros([BLOCK_M, DV1], tl.float32)
-                _store(row_ptr, OUT_STRIDE, offsets, tokens - first, zeros, DV0, DV1, DV)
+            zeros = tl.zeros([BLOCK_M, DVP], tl.float32)
+            _store(out_ptr + first * OUT_STRIDE, OUT_STRIDE, offsets, tokens - first, zeros, DV, DVP)
             if WITH_LSE:
                 lse_row = lse_ptr + head.to(tl.int64) * tokens + first + offsets
                 tl.store(lse_row, tl.full([BLOCK_M], float("-inf"), tl.float32), mask=offsets < tokens - first)
@@ -232,12 +213,8 @@ def attention_kernel(
 
     rows = tl.arange(0, BLOCK_M)
     limit = length - first_query
-    q0 = _load(q_ptr, q_stride, rows, limit, 0, D0, D, True, ALIGNED)
-    q1 = q0
-    if D1 > 0:
-        q1 = _load(q_ptr, q_stride, rows, limit, D0, D1, D, True, ALIGNED)
-    acc0 = tl.zeros([BLOCK_M, DV0], tl.float32)
-    acc1 = tl.zeros([BLOCK_M, DV1 if DV1 > 0 else 1], tl.float32)
+    q = _load(q_ptr, q_stride, rows, limit, D, DP, True, ALIGNED)
+    acc = tl.zeros([BLOCK_M, DVP], tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
 
@@ -248,31 +225,28 @@ def attention_kernel(
         last = length
         whole = length // BLOCK_N * BLOCK_N
     for first in range(0, whole, BLOCK_N):
-        acc0, acc1, total, top = _step(
-            acc0, acc1, total, top, q0, q1, k_ptr, v_ptr, k_stride, v_stride, first, first_query, length, scale,
-            D, D0, D1, DV, DV0, DV1, BLOCK_M, BLOCK_N, CAUSAL, False, ALIGNED, SCALE_FIRST, PRECISION,
+        acc, total, top = _step(
+            acc, total, top, q, k_ptr, v_ptr, k_stride, v_stride, first, first_query, length, scale,
+            D, DP, DV, DVP, BLOCK_M, BLOCK_N, CAUSAL, False, ALIGNED, SCALE_FIRST, PRECISION,
         )  # fmt: skip
         k_ptr += BLOCK_N * k_stride
         v_ptr += BLOCK_N * v_stride
     # Not pipelined: a second pipelined loop makes the assembler run the first one's products one after another.
     if CAUSAL:
         for first in tl.range(whole, last, BLOCK_N, num_stages=1):
-            acc0, acc1, total, top = _step(
-                acc0, acc1, total, top, q0, q1, k_ptr, v_ptr, k_stride, v_stride, first, first_query, length, scale,
-                D, D0, D1, DV, DV0, DV1, BLOCK_M, BLOCK_N, CAUSAL, True, ALIGNED, SCALE_FIRST, PRECISION,
+            acc, total, top = _step(
+                acc, total, top, q, k_ptr, v_ptr, k_stride, v_stride, first, first_query, length, scale,
+                D, DP, DV, DVP, BLOCK_M, BLOCK_N, CAUSAL, True, ALIGNED, SCALE_FIRST, PRECISION,
             )  # fmt: skip
             k_ptr += BLOCK_N * k_stride
             v_ptr += BLOCK_N * v_stride
     elif whole < last:
-        acc0, acc1, total, top = _step(
-            acc0, acc1, total, top, q0, q1, k_ptr, v_ptr, k_stride, v_stride, whole, first_query, length, scale,
-            D, D0, D1, DV, DV0, DV1, BLOCK_M, BLOCK_N, CAUSAL, True, ALIGNED, SCALE_FIRST, PRECISION,
+        acc, total, top = _step(
+            acc, total, top, q, k_ptr, v_ptr, k_stride, v_stride, whole, first_query, length, scale,
+            D, DP, DV, DVP, BLOCK_M, BLOCK_N, CAUSAL, True, ALIGNED, SCALE_FIRST, PRECISION,
         )  # fmt: skip
 
-    out_ptr += first_row * OUT_STRIDE
-    _store(out_ptr, OUT_STRIDE, rows, limit, acc0 / total[:, None], 0, DV0, DV)
-    if DV1 > 0:
-        _store(out_ptr, OUT_STRIDE, rows, limit, acc1 / total[:, None], DV0, DV1, DV)
+    _store(out_ptr + first_row * OUT_STRIDE, OUT_STRIDE, rows, limit, acc / total[:, None], DV, DVP)
     if WITH_LSE:
         sums = (top + tl.math.log2(total)) * 0.6931471805599453
         tl.store(lse_ptr + head.to(tl.int64) * tokens + first_row + rows, sums, mask=rows < limit)

@@ -10,7 +10,7 @@ import torch
 from mmgraph import ops
 from mmgraph.ops.attention import api, fa2, order, registry, triton_backend
 from mmgraph.ops.attention.registry import AttentionBackend, Traits
-from mmgraph.ops.attention.triton_backend import block_table, split_width
+from mmgraph.ops.attention.triton_backend import block_table, padded_width
 
 GPU = Traits(torch.device("cuda", 0), torch.bfloat16, 80, 80, 16, 16)
 
@@ -131,25 +131,11 @@ def test_a_gradient_asked_of_a_backend_without_one_is_its_own_error(extra):
 
 
 @pytest.mark.parametrize("width", range(1, 257))
-def test_a_split_covers_its_width_with_little_waste(width):
-    first, second = split_width(width)
-    assert first + second >= width
-    assert first + second <= 1 << max(4, (width - 1).bit_length())
-    for part in (first, second):
-        assert part == 0 or (part >= 16 and part & (part - 1) == 0)
-    assert second < first
-
-
-def test_the_widths_of_common_towers_are_split_as_documented():
-    assert [split_width(w) for w in (64, 72, 80, 96, 112, 128, 256)] == [
-        (64, 0),
-        (64, 16),
-        (64, 16),
-        (64, 32),
-        (128, 0),
-        (128, 0),
-        (256, 0),
-    ]
+def test_tiles_are_the_least_power_of_two_that_holds_the_width(width):
+    padded = padded_width(width)
+    assert padded >= max(16, width)
+    assert padded & (padded - 1) == 0
+    assert padded == 16 or padded < 2 * width
 
 
 @pytest.mark.parametrize("item_size", [2, 4])
@@ -158,6 +144,6 @@ def test_blocks_fit_in_shared_memory(item_size, shared):
     for width in (16, 64, 80, 96, 128, 256):
         for longest in (64, 4096):
             blocks = block_table(item_size, width, longest, shared)
-            padded = sum(split_width(width))
+            padded = padded_width(width)
             held = padded * item_size * (blocks.queries + 2 * blocks.stages * blocks.keys)
             assert held <= shared, (width, blocks)

@@ -1,0 +1,126 @@
+"""Writes the tables of the manual from the results that they show.
+
+A page holds ``<!-- table: bench/results/h200/NAME.json -->`` and, behind the table, ``<!-- end of table -->``;
+what stands between is made here. A test runs the check.
+
+    python bench/tables.py [--check]
+"""
+
+import argparse
+import json
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = ("README.md", "docs/benchmarks.md")
+BLOCK = re.compile(r"(<!-- table: (?P<path>\S+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
+
+
+def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [" | ".join(header), " | ".join(["---", *["---:"] * (len(header) - 1)])]
+    lines += [" | ".join(row) for row in rows]
+    return "\n".join(f"| {line} |" for line in lines)
+
+
+def run(data: dict[str, Any]) -> str:
+    phases = [(p["name"], p["eager"] * 1e3, p["captured"] * 1e3) for p in data["phases"]]
+    phases.append(("all", sum(p[1] for p in phases), sum(p[2] for p in phases)))
+    table = markdown(
+        ("phase", "eager ms", "captured ms", "ratio"),
+        [
+            (name, f"{eager:.2f}", f"{captured:.2f}", f"{eager / captured:.2f}")
+            for name, eager, captured in phases
+        ],
+    )
+    graphs = "; ".join(
+        f"{g['name']} {g['report']['hits']} of {g['report']['calls']} calls hit, {g['padding']:.0%} padding"
+        for g in data["graphs"]
+    )
+    worst = max(d["absolute"] for d in data["differences"])
+    environment = data["environment"]
+    return (
+        f"{data['model']['name']}, {environment['device_name']}, {environment['dtype']}, torch {environment['torch']}, "
+        f"{len(data['requests'])} requests:\n\n{table}\n\n"
+        f"Graphs: {graphs}. Largest difference between the two: {worst:g}."
+    )
+
+
+def assembly(data: dict[str, Any]) -> str:
+    names = ("masked_scatter ms", "loop of slices ms", "cat + index put ms", "mmgraph ms", "copy limit ms")
+    rows = [(f"{r['rows']}, {r['items']}", *(f"{r[name]:.4f}" for name in names)) for r in data["rows"]]
+    return _where(data) + markdown(("rows, items x rows", *names), rows)
+
+
+def attention(data: dict[str, Any]) -> str:
+    shapes = list(dict.fromkeys(r["shape"] for r in data["rows"]))
+    found = {(r["shape"], r["backend"].split(" ")[0]): r for r in data["rows"]}
+    chosen = {r["shape"]: r["backend"] for r in data["rows"] if r["backend"].startswith("None")}
+    rows = [
+        (
+            shape,
+            *(f"{found[shape, name]['ms']:.4f}" for name in ("fa2", "triton", "torch")),
+            chosen[shape].removeprefix("None (").removesuffix(")"),
+            f"{found[shape, 'triton']['TFLOP/s']:.0f}",
+        )
+        for shape in shapes
+    ]
+    header = (
+        "sequences x length, heads, width",
+        "fa2 ms",
+        "triton ms",
+        "torch's varlen ms",
+        "chosen",
+        "triton TFLOP/s",
+    )
+    return _where(data) + markdown(header, rows)
+
+
+def replay(data: dict[str, Any]) -> str:
+    names = ("eager us", "manager us", "by hand us", "bare us", "reduce-overhead us")
+    rows = [(str(r["kernels"]), *(f"{r[name]:.1f}" for name in names)) for r in data["rows"]]
+    return _where(data) + markdown(("kernels", *names), rows)
+
+
+RENDER: dict[str, Callable[[dict[str, Any]], str]] = {
+    "run": run,
+    "assembly": assembly,
+    "attention": attention,
+    "replay": replay,
+}
+
+
+def _where(data: dict[str, Any]) -> str:
+    environment = data["environment"]
+    return f"{environment['device']}, torch {environment['torch']}, {environment['date'][:10]}:\n\n"
+
+
+def filled(text: str) -> str:
+    """The page with every table made anew."""
+
+    def replace(match: re.Match[str]) -> str:
+        path = Path(match["path"])
+        data = json.loads((ROOT / path).read_text())
+        return f"{match[1]}\n{RENDER[path.stem](data)}\n\n{match[3]}"
+
+    return BLOCK.sub(replace, text)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--check", action="store_true", help="change nothing; fail where a table is out of date"
+    )
+    options = parser.parse_args()
+    for name in PAGES:
+        page = ROOT / name
+        text = page.read_text()
+        if options.check and filled(text) != text:
+            raise SystemExit(f"{name} has a table that is out of date: run python bench/tables.py")
+        if not options.check:
+            page.write_text(filled(text))
+
+
+if __name__ == "__main__":
+    main()
