@@ -15,12 +15,12 @@ import torch
 from torch.nn.modules import module as _module_globals
 
 from mmgraph.encoder_spec import EncoderSpec, deepstack_levels
-from mmgraph.encoding import check_rows
 from mmgraph.errors import LookupInputError, RowsError
 from mmgraph.items import MultimodalDataItem
 from mmgraph.modality import Modality
 from mmgraph.ops import RowMap, assemble_embeddings
 from mmgraph.planning import EncodePlan
+from mmgraph.rows import check_rows
 from mmgraph.staging import FeatureMover, upload
 
 TextEmbedding = torch.nn.Module | torch.Tensor | Callable[[torch.Tensor], torch.Tensor]

@@ -6,6 +6,7 @@ their features.
 """
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from mmgraph.errors import (
 from mmgraph.items import FeatureHandle, MultimodalDataItem, describe_item
 from mmgraph.modality import Modality
 from mmgraph.planning import EncodePlan
+from mmgraph.rows import check_rows, cut_rows, joined_output, separated_rows
 from mmgraph.staging import FeatureMover, load_feature, settled
 from mmgraph.timing import PhaseRecorder
 
@@ -75,41 +77,6 @@ def find_problems(
                 request = plan.request_of(item)
                 problems[item] = RowsError(f"request {request}: {error}", request=request)
     return problems
-
-
-def check_rows(item: MultimodalDataItem, width: int | None, levels: int) -> None:
-    """Check the rows that an item keeps.
-
-    Args:
-        item: An item.
-        width: The text embedding's width, where known.
-        levels: Deepstack levels that it must have rows for.
-
-    Raises:
-        RowsError: There are none, or of the wrong type, number or width.
-    """
-    tokens = item.num_tokens
-    deep_width = None if width is None else levels * width
-    if not _fit(item.encoded, tokens, width):
-        raise _rows_error(item, "encoded", item.encoded, width)
-    if levels and not _fit(item.encoded_deepstack, tokens, deep_width):
-        raise _rows_error(item, "encoded_deepstack", item.encoded_deepstack, deep_width)
-
-
-def _fit(rows: Any, tokens: int, width: int | None) -> bool:
-    if not isinstance(rows, torch.Tensor) or not rows.is_floating_point():
-        return False
-    shape = rows.shape
-    return len(shape) == 2 and shape[0] == tokens and (width is None or shape[1] == width)
-
-
-def _rows_error(item: MultimodalDataItem, name: str, rows: Any, width: int | None) -> RowsError:
-    came = f"{list(rows.shape)} of {rows.dtype}" if isinstance(rows, torch.Tensor) else type(rows).__name__
-    return RowsError(
-        f"{describe_item(item)}: {name} must be a floating-point tensor of shape "
-        f"[{item.num_tokens}, {'width' if width is None else width}], got {came}; "
-        "encode the item first, or correct the rows or the offsets"
-    )
 
 
 class ModalityEncoder:
@@ -176,15 +143,17 @@ class ModalityEncoder:
             with self.recorder.phase("move"):
                 self._move(items)
             with self.recorder.phase("encode"):
-                rows = self._rows(items, self.spec.fn(list(items)))
+                output = self.spec.fn(list(items))
+                counts = [item.num_tokens for item in items]
+                refusal = partial(self._output_error, items)
+                rows = joined_output(output, counts, refusal)
                 deep: torch.Tensor | None = None
                 if self.spec.deepstack:
-                    rows, deep = self._separate(rows, items)
+                    rows, deep = separated_rows(self.model, rows, self.width, refusal)
                 elif self.width is not None and rows.shape[1] != self.width:
-                    raise self._output_error(items, f"rows of width {self.width}", f"width {rows.shape[1]}")
-                counts = [item.num_tokens for item in items]
-                parts = _own(rows, counts)
-                deep_parts = [None] * len(items) if deep is None else _own(deep, counts)
+                    raise refusal(f"rows of width {self.width}", f"width {rows.shape[1]}")
+                parts = cut_rows(rows, counts)
+                deep_parts = [None] * len(items) if deep is None else cut_rows(deep, counts)
         except MultimodalError:
             raise
         except Exception as error:
@@ -212,44 +181,6 @@ class ModalityEncoder:
         for item, feature in zip(items, moved, strict=True):
             item.feature = feature
 
-    def _rows(self, items: Sequence[MultimodalDataItem], output: Any) -> torch.Tensor:
-        tensors = list(output) if isinstance(output, list | tuple) else [output]
-        for tensor in tensors:
-            if not isinstance(tensor, torch.Tensor) or tensor.dim() == 0 or not tensor.is_floating_point():
-                came = (
-                    f"{tensor.dtype} {list(tensor.shape)}" if isinstance(tensor, torch.Tensor) else type(tensor)
-                )
-                raise self._output_error(items, "a floating-point tensor of rows", str(came))
-        flat = [tensor.reshape(tensor.shape[:-1].numel(), tensor.shape[-1]) for tensor in tensors]
-        if len({tensor.shape[1] for tensor in flat}) != 1:
-            raise self._output_error(items, "rows of one width", str([list(tensor.shape) for tensor in flat]))
-        rows = flat[0] if len(flat) == 1 else torch.cat(flat)
-        counts = [item.num_tokens for item in items]
-        if rows.shape[0] != sum(counts):
-            raise self._output_error(items, f"{sum(counts)} rows, per item {counts}", f"{rows.shape[0]} rows")
-        return rows
-
-    def _separate(
-        self, rows: torch.Tensor, items: Sequence[MultimodalDataItem]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        levels = deepstack_levels(self.model)
-        pair = self.model.separate_deepstack_embeds(rows)
-        if not (isinstance(pair, list | tuple) and len(pair) == 2):
-            raise self._output_error(
-                items, "main and deep rows from separate_deepstack_embeds", type(pair).__name__
-            )
-        main, deep = pair
-        shapes = [list(part.shape) if isinstance(part, torch.Tensor) else type(part).__name__ for part in pair]
-        width = self.width
-        if width is None and isinstance(main, torch.Tensor) and main.dim() == 2:
-            width = main.shape[1]
-        expected = [[rows.shape[0], width], [rows.shape[0], (width or 0) * levels]]
-        if shapes != expected:
-            raise self._output_error(
-                items, f"main and deep rows of shapes {expected} ({levels} deepstack levels)", f"{shapes}"
-            )
-        return main, deep
-
     def _output_error(
         self, items: Sequence[MultimodalDataItem], expected: str, came: str
     ) -> EncoderOutputError:
@@ -269,12 +200,3 @@ class ModalityEncoder:
     def _sole_request(self, items: Sequence[MultimodalDataItem]) -> int | None:
         requests = {self.plan.request_of(item) for item in items}
         return requests.pop() if len(requests) == 1 else None
-
-
-def _own(rows: torch.Tensor, counts: list[int]) -> list[torch.Tensor]:
-    """Cut rows into pieces with memory of their own: a view would keep the whole batch's output alive."""
-    if len(counts) == 1 or rows.requires_grad:
-        return [part.clone(memory_format=torch.contiguous_format) for part in rows.split(counts)]
-    parts = [rows.new_empty((count, rows.shape[1])) for count in counts]
-    torch.split_with_sizes_copy(rows, counts, dim=0, out=parts)  # one launch for all
-    return parts

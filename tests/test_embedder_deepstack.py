@@ -135,6 +135,41 @@ def test_a_model_without_deepstack_is_refused_before_encoding(model: object) -> 
     assert encoder.calls == [[item]]
 
 
+@pytest.mark.parametrize("on_error", ["raise", "isolate"])
+@pytest.mark.parametrize(
+    ("separate", "came"),
+    [
+        (lambda main, deep: (main.int(), deep.int()), r"torch.int32 \[2, 5\] and torch.int32 \[2, 10\]"),
+        (lambda main, deep: (main, deep.int()), r"and torch.int32 \[2, 10\]"),
+        (lambda main, deep: (main, deep.to("meta")), "on meta"),
+        (lambda main, deep: (main.to("meta"), deep), "on meta and"),
+    ],
+)
+def test_rows_taken_apart_wrongly_leave_items_as_they_were(separate, came: str, on_error: str) -> None:
+    class Wrong(Model):
+        def separate_deepstack_embeds(self, rows: torch.Tensor) -> object:
+            return separate(*super().separate_deepstack_embeds(rows))
+
+    item, other = deep_item(), simple_item([(0, 2)], Modality.AUDIO)
+    feature = item.feature
+    ctx = MultimodalForwardContext([MultimodalInputs([item]), MultimodalInputs([other])], [0, 0], [4, 4])
+    encoders = {Modality.IMAGE: EncoderSpec(Encoder(WIDE), deepstack=True), Modality.AUDIO: Encoder()}
+    ids = torch.zeros(8, dtype=torch.int64)
+    if on_error == "raise":
+        with pytest.raises(EncoderOutputError, match=came) as caught:
+            MultimodalEmbedder().apply(ids, TABLE, ctx, encoders, Wrong())
+        assert caught.value.request == 0
+    else:
+        result = MultimodalEmbedder().apply_result(ids, TABLE, ctx, encoders, Wrong(), on_error="isolate")
+        assert [type(error) for error in result.failed.values()] == [EncoderOutputError]
+        assert list(result.failed) == [0]
+        assert torch.equal(result.embeds[4:7], other.encoded)
+    assert item.feature is feature
+    assert item.encoded is item.encoded_deepstack is None
+    embeds, _ = MultimodalEmbedder().apply(ids, TABLE, ctx, encoders, Model())
+    assert torch.equal(embeds[1:3], -feature[:, :HIDDEN])
+
+
 def test_precomputed_rows_need_deep_rows() -> None:
     rows = torch.randn(2, HIDDEN)
     item = deep_item(encoded=rows, feature=None)

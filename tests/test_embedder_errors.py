@@ -94,6 +94,7 @@ def test_an_encoded_modality_needs_no_encoder(seen: str) -> None:
         (torch.zeros(2, HIDDEN - 1), r"got \[2, 4\]"),
         (torch.zeros(2, HIDDEN, dtype=torch.int64), r"got \[2, 5\] of torch.int64"),
         (torch.zeros(1, 2, HIDDEN), r"got \[1, 2, 5\]"),
+        (torch.zeros(2, HIDDEN, device="meta"), r"got \[2, 5\] of torch.float32 on meta"),
         ([[0.0] * HIDDEN] * 2, "got list"),
     ],
 )
@@ -117,11 +118,13 @@ def test_precomputed_rows_must_fit(rows: object, came: str) -> None:
         (lambda items: torch.zeros(1, HIDDEN), "got 1 rows"),
         (lambda items: torch.zeros(HIDDEN, 5 - 1), "rows of width 5, got width 4"),
         (lambda items: torch.zeros(0, HIDDEN), "got 0 rows"),
-        (lambda items: torch.tensor(1.0), r"tensor of rows, got torch.float32 \[\]"),
+        (lambda items: torch.tensor(1.0), r"tensor of rows, dense and with data, got torch.float32 \[\]"),
         (lambda items: torch.zeros(5, HIDDEN, dtype=torch.int32), "got torch.int32"),
         (lambda items: None, "NoneType"),
         (lambda items: [torch.zeros(2, HIDDEN), torch.zeros(3, 1)], "rows of one width"),
         (lambda items: {"rows": torch.zeros(5, HIDDEN)}, "dict"),
+        (lambda items: torch.zeros(5, HIDDEN, device="meta"), r"got torch.float32 \[5, 5\] on meta"),
+        (lambda items: torch.zeros(5, HIDDEN).to_sparse(), "of layout torch.sparse_coo"),
     ],
 )
 def test_wrong_encoder_outputs_are_refused(output: Callable[[object], object], message: str) -> None:
