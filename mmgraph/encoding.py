@@ -54,20 +54,16 @@ def find_problems(
         for item in missing:
             if item.encoded is not None:  # by another plan, since this one was made
                 continue
-            request = plan.request_of(item) if spec is None or item.feature is None else None
             if spec is None:
+                request = plan.request_of(item)
                 problems[item] = MissingEncoderError(
                     f"{describe_item(item, request=request)} has to be encoded and encoders has no "
                     f"{modality.name} encoder, just {[m.name for m in specs]}; add "
                     f"encoders[Modality.{modality.name}] = EncoderSpec(fn)",
                     request=request,
                 )
-            elif item.feature is None and spec.needs_feature:
-                problems[item] = MissingFeatureError(
-                    f"{describe_item(item, request=request)} has to be encoded and has no feature; give it one, or its "
-                    "rows as encoded, or declare EncoderSpec(needs_feature=False)",
-                    request=request,
-                )
+            elif spec.needs_feature and all(twin.feature is None for twin in _with_twins(plan, item)):
+                problems[item] = _no_feature(item, plan.request_of(item))
     for item in plan.items:
         if item.encoded is not None:
             spec = specs.get(item.modality)
@@ -79,8 +75,20 @@ def find_problems(
     return problems
 
 
+def _with_twins(plan: EncodePlan, item: MultimodalDataItem) -> tuple[MultimodalDataItem, ...]:
+    return item, *plan.aliases_by_canonical.get(item, ())
+
+
+def _no_feature(item: MultimodalDataItem, request: int | None) -> MissingFeatureError:
+    return MissingFeatureError(
+        f"{describe_item(item, request=request)} has to be encoded and has no feature, nor has a twin in the batch; "
+        "give it one, or its rows as encoded, or declare EncoderSpec(needs_feature=False)",
+        request=request,
+    )
+
+
 class ModalityEncoder:
-    """Encodes one modality's items of a plan.
+    """Encodes one modality's items of a plan, each by its own feature or, where that can't be read, by a twin's.
 
     Args:
         plan: Names the requests in errors.
@@ -114,21 +122,36 @@ class ModalityEncoder:
         self.mover = mover
         self.recorder = recorder
         self.consumed: list[tuple[MultimodalDataItem, FeatureHandle]] = []
+        self._sources: dict[MultimodalDataItem, MultimodalDataItem] = {}
 
     def load(self, items: Sequence[MultimodalDataItem]) -> dict[MultimodalDataItem, MultimodalError]:
-        """Read handles and arrays of items; give the errors of those where that fails."""
+        """Read handles and arrays of items, or else of their twins; give the errors of those where that fails."""
         failures: dict[MultimodalDataItem, MultimodalError] = {}
         for item in items:
             try:
-                handle = load_feature(item)
+                self._sources[item] = self._load_one(item)
             except MultimodalError as error:
-                request = self.plan.request_of(item)
-                failures[item] = type(error)(f"request {request}: {error}", request=request)
-                failures[item].__cause__ = error.__cause__
+                failures[item] = error
+        return failures
+
+    def _load_one(self, item: MultimodalDataItem) -> MultimodalDataItem:
+        """Give the first of an item and its twins whose feature can be read."""
+        request = self.plan.request_of(item)
+        failure: MultimodalError | None = None
+        for twin in _with_twins(self.plan, item):
+            if twin.feature is None and self.spec.needs_feature:
+                continue
+            try:
+                handle = load_feature(twin)
+            except MultimodalError as error:
+                if failure is None:
+                    failure = type(error)(f"request {request}: {error}", request=request)
+                    failure.__cause__ = error.__cause__
             else:
                 if handle is not None:
-                    self.consumed.append((item, handle))
-        return failures
+                    self.consumed.append((twin, handle))
+                return twin
+        raise failure if failure is not None else _no_feature(item, request)
 
     def encode(self, items: Sequence[MultimodalDataItem]) -> None:
         """Encode items in one call of the encoder and keep the rows on them.
@@ -138,12 +161,13 @@ class ModalityEncoder:
             EncoderFailedError: The encoder raised.
             EncoderOutputError: It returned something that isn't the items' rows.
         """
-        kept = [item.feature for item in items]
+        sources = [self._sources.get(item, item) for item in items]
+        kept = [source.feature for source in sources]
         try:
             with self.recorder.phase("move"):
-                self._move(items)
+                self._move(items, sources)
             with self.recorder.phase("encode"):
-                output = self.spec.fn(list(items))
+                output = self.spec.fn(list(sources))
                 counts = [item.num_tokens for item in items]
                 refusal = partial(self._output_error, items)
                 rows = joined_output(output, counts, refusal)
@@ -163,23 +187,23 @@ class ModalityEncoder:
                 request=self._sole_request(items),
             ) from error
         finally:
-            for item, feature in zip(items, kept, strict=True):
-                item.feature = feature
+            for source, feature in zip(sources, kept, strict=True):
+                source.feature = feature
         for item, part, deep_part in zip(items, parts, deep_parts, strict=True):
             item.encoded, item.encoded_deepstack = part, deep_part
         self.recorder.count_encoder(self.modality, counts)
 
-    def _move(self, items: Sequence[MultimodalDataItem]) -> None:
+    def _move(self, items: Sequence[MultimodalDataItem], sources: Sequence[MultimodalDataItem]) -> None:
         try:
-            moved = self.mover.move_features([item.feature for item in items], self.device)
+            moved = self.mover.move_features([source.feature for source in sources], self.device)
         except Exception as error:
             raise FeatureError(
                 f"the features of {self._named(items)} can't be brought to {self.device}: "
                 f"{type(error).__name__}: {error}",
                 request=self._sole_request(items),
             ) from error
-        for item, feature in zip(items, moved, strict=True):
-            item.feature = feature
+        for source, feature in zip(sources, moved, strict=True):
+            source.feature = feature
 
     def _output_error(
         self, items: Sequence[MultimodalDataItem], expected: str, came: str

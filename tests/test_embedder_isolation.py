@@ -106,6 +106,47 @@ def test_twins_of_a_failure_fail_with_it_and_work_again_later() -> None:
     assert torch.equal(again.embeds[8:], result.embeds[8:])
 
 
+NO_FEATURE = {
+    "none": lambda: None,
+    "broken handle": consumed_handle,
+    "array": lambda: __import__("numpy").array([object()]),
+}
+
+
+@pytest.mark.parametrize("dressed", [lambda rows: rows, Handle])
+@pytest.mark.parametrize("kind", NO_FEATURE)
+@pytest.mark.parametrize("on_error", ["raise", "isolate"])
+def test_a_twin_s_feature_serves_where_the_item_s_own_can_t_be_read(kind, dressed, on_error) -> None:
+    items = [good(1, feature=NO_FEATURE[kind]()), good(1), good(2)]
+    rows, handle = items[1].feature, items[0].feature
+    items[1].feature = dressed(rows)
+    taken = items[1].feature
+    ctx = MultimodalForwardContext([MultimodalInputs([item]) for item in items], [0] * 3, [4] * 3)
+    encoder = Picky()
+    result = MultimodalEmbedder().apply_result(IDS, TABLE, ctx, {Modality.IMAGE: encoder}, on_error=on_error)
+    assert result.failed == {}
+    assert encoder.calls == [[items[1], items[2]]]
+    assert torch.equal(result.embeds[[1, 2, 5, 6]], torch.cat([-rows, -rows]))
+    assert items[0].encoded is items[1].encoded
+    assert [item.feature for item in items] == [None] * 3
+    assert [spent.released for spent in (handle, taken) if isinstance(spent, Handle)] == [
+        1 for spent in (handle, taken) if isinstance(spent, Handle)
+    ]
+
+
+def test_twins_without_any_feature_fail_together_and_keep_what_they_have() -> None:
+    broken = consumed_handle()
+    items = [good(1, feature=None), good(1, feature=broken), good(2)]
+    result = run(items)
+    assert {request: type(error) for request, error in result.failed.items()} == {
+        0: FeatureError,
+        1: FeatureError,
+    }
+    assert items[1].feature is broken
+    items[0].feature = good(1).feature
+    assert run(items).failed == {}
+
+
 def test_all_fail() -> None:
     result = run([good(k, feature=None) for k in range(3)])
     assert result.embeds is None
