@@ -7,6 +7,8 @@ integer that varies, without which each value recompiles the caller's graph.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -62,3 +64,13 @@ def overload(name: str) -> Callable[..., Any]:
     packet = getattr(getattr(torch.ops, NAMESPACE), name)
     found: Callable[..., Any] = packet.default
     return found
+
+
+@lru_cache(maxsize=8)
+def kernel_module(name: str) -> Any:
+    """A module of Triton kernels, imported at its first launch: triton is slow to import and may not be installed.
+
+    Args:
+        name: Its name below ``mmgraph.ops``, as in ``"assembly.kernels"``.
+    """
+    return import_module(f"mmgraph.ops.{name}")

@@ -10,23 +10,13 @@ import torch
 
 from mmgraph.ops import checks
 from mmgraph.ops.error_flag import Fault, flag_for
+from mmgraph.ops.registration import kernel_module
 
 Tensor = torch.Tensor
 
 # Measured at width 4096 in bfloat16 on an H200: within 3% of the best of 1024 to 4096 columns and 1 to 8 warps.
 _LARGEST_BLOCK = 2048
 _BYTES_PER_WARP = 1024
-
-_kernels: Any = None
-
-
-def _load_kernels() -> Any:
-    global _kernels
-    if _kernels is None:
-        from mmgraph.ops.assembly import kernels
-
-        _kernels = kernels
-    return _kernels
 
 
 def _on(device: torch.device) -> AbstractContextManager[Any]:
@@ -75,7 +65,7 @@ def _launch_assemble(
     table, pool = _rows(table), _rows(pool)
     block, warps = _shape(width, out.element_size())
     with _on(out.device):
-        _load_kernels().assemble_kernel[(rows,)](
+        kernel_module("assembly.kernels").assemble_kernel[(rows,)](
             input_ids.contiguous(),
             table,
             pool,
@@ -111,7 +101,7 @@ def merge(embeds: Tensor, mask: Tensor, features: Tensor, num_placeholders: int 
     embeds, features = _rows(embeds), _rows(features)
     block, warps = _shape(width, out.element_size())
     with _on(out.device):
-        _load_kernels().merge_kernel[(rows,)](
+        kernel_module("assembly.kernels").merge_kernel[(rows,)](
             embeds,
             mask.contiguous(),
             torch.cumsum(mask, 0, dtype=torch.int32),
@@ -141,7 +131,7 @@ def deepstack_add(hidden: Tensor, pool: Tensor, row_map: Tensor, level: int) -> 
     hidden, part = _rows(hidden), _rows(pool[:, level * width : (level + 1) * width])
     block, warps = _shape(width, out.element_size())
     with _on(out.device):
-        _load_kernels().deepstack_kernel[(rows,)](
+        kernel_module("assembly.kernels").deepstack_kernel[(rows,)](
             hidden,
             part,
             row_map.contiguous(),

@@ -10,13 +10,7 @@ constant's ``if`` stands alone, because only then is it decided at compile time.
 import triton
 import triton.language as tl
 
-
-@triton.jit
-def _record(flag_ptr, FAULT: tl.constexpr, row, value):
-    seen = tl.atomic_add(flag_ptr + 3 * FAULT, 1)
-    if seen == 0:
-        tl.store(flag_ptr + 3 * FAULT + 1, row)
-        tl.store(flag_ptr + 3 * FAULT + 2, value)
+from mmgraph.ops.recording import record
 
 
 @triton.jit
@@ -65,16 +59,16 @@ def assemble_kernel(
     elif source == -1:
         if STRICT:
             if (token < 0) | (token >= vocab):
-                _record(flag_ptr, ID_FAULT, row, token)
+                record(flag_ptr, ID_FAULT, row, token)
         if vocab > 0:
             token = tl.minimum(tl.maximum(token, 0), vocab - 1)
             _copy_row(table_ptr + token * table_stride, dst_ptr, WIDTH, BLOCK)
         else:
             if not STRICT:
-                _record(flag_ptr, ID_FAULT, row, token)
+                record(flag_ptr, ID_FAULT, row, token)
             _zero_row(dst_ptr, WIDTH, BLOCK)
     else:
-        _record(flag_ptr, ROW_FAULT, row, source)
+        record(flag_ptr, ROW_FAULT, row, source)
         _zero_row(dst_ptr, WIDTH, BLOCK)
 
 
@@ -108,7 +102,7 @@ def merge_kernel(
         _copy_row(embeds_ptr + row * embeds_stride, dst_ptr, WIDTH, BLOCK)
     if row == num_rows - 1:
         if source + 1 != num_features:
-            _record(flag_ptr, FAULT, source + 1, num_features.to(tl.int64))
+            record(flag_ptr, FAULT, source + 1, num_features.to(tl.int64))
 
 
 @triton.jit(do_not_specialize=["pool_rows"])
@@ -141,5 +135,5 @@ def deepstack_kernel(
             tl.store(dst_ptr + columns, base + extra, mask=mask)
     else:
         if source != -1:
-            _record(flag_ptr, FAULT, row, source)
+            record(flag_ptr, FAULT, row, source)
         _copy_row(src_ptr, dst_ptr, WIDTH, BLOCK)

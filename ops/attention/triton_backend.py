@@ -13,6 +13,7 @@ import torch
 
 from mmgraph.ops.attention.registry import AttentionBackend, Traits, import_package
 from mmgraph.ops.error_flag import Fault, flag_for
+from mmgraph.ops.registration import kernel_module
 
 Tensor = torch.Tensor
 
@@ -31,18 +32,6 @@ class Blocks(NamedTuple):
     keys: int
     warps: int
     stages: int
-
-
-_kernels: Any = None
-
-
-def _load_kernels() -> Any:
-    global _kernels
-    if _kernels is None:
-        from mmgraph.ops.attention import triton_kernels
-
-        _kernels = triton_kernels
-    return _kernels
 
 
 def padded_width(width: int) -> int:
@@ -111,7 +100,7 @@ def forward(
     flat = per_sequence * (batch + 1) > 2 * flat_blocks
     count = flat_blocks if flat else per_sequence
     grid = heads * count if flat else heads * count * (batch + 1)
-    _load_kernels().attention_kernel[(grid,)](
+    kernel_module("attention.triton_kernels").attention_kernel[(grid,)](
         q,
         k,
         v,
@@ -162,7 +151,7 @@ def zero_tail(out: Tensor, cu_seqlens: Tensor, max_seqlen: int | None = None) ->
         cu_seqlens: int32 ``[batch + 1]``.
         max_seqlen: If given, offsets that can't be right for it are recorded in the error flag.
     """
-    _load_kernels().zero_tail_kernel[(_ZERO_PROGRAMS,)](
+    kernel_module("attention.triton_kernels").zero_tail_kernel[(_ZERO_PROGRAMS,)](
         out,
         cu_seqlens.contiguous(),
         flag_for(out.device),

@@ -15,6 +15,8 @@ type-checked; a constant's ``if`` stands alone, because only then is it decided 
 import triton
 import triton.language as tl
 
+from mmgraph.ops.recording import record
+
 
 @triton.jit
 def _load(
@@ -104,24 +106,61 @@ def _store(ptr, stride, rows, limit, values, WIDTH: tl.constexpr, PADDED: tl.con
 
 
 @triton.jit
-def _record(flag_ptr, FAULT: tl.constexpr, row, value):
-    seen = tl.atomic_add(flag_ptr + 3 * FAULT, 1)
-    if seen == 0:
-        tl.store(flag_ptr + 3 * FAULT + 1, row)
-        tl.store(flag_ptr + 3 * FAULT + 2, value)
+def _clear(
+    out_ptr,
+    lse_ptr,
+    begin,
+    stop,
+    step,
+    STRIDE: tl.constexpr,
+    DV: tl.constexpr,
+    DVP: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    WITH_LSE: tl.constexpr,
+):
+    """Zeros, and log-sum-exps of minus infinity, in every block of rows that a step from begin reaches below stop."""
+    offsets = tl.arange(0, BLOCK_M)
+    for first in range(begin, stop, step):
+        _store(
+            out_ptr + first * STRIDE,
+            STRIDE,
+            offsets,
+            stop - first,
+            tl.zeros([BLOCK_M, DVP], tl.float32),
+            DV,
+            DVP,
+        )
+        if WITH_LSE:
+            none = tl.full([BLOCK_M], float("-inf"), tl.float32)
+            tl.store(lse_ptr + first + offsets, none, mask=offsets < stop - first)
 
 
 @triton.jit
-def _find_sequence(cu_ptr, batch, block, BLOCK_M: tl.constexpr):
+def _load_offset(cu_ptr, index, tokens):
+    """An offset, brought into the tokens."""
+    return tl.minimum(tl.maximum(tl.load(cu_ptr + index), 0), tokens)
+
+
+@triton.jit
+def _check_sequence(cu_ptr, flag_ptr, sequence, tokens, max_seqlen, FAULT: tl.constexpr):
+    low = tl.load(cu_ptr + sequence)
+    high = tl.load(cu_ptr + sequence + 1)
+    wrong = (low < 0) | (high < low) | (high > tokens) | (high - low > max_seqlen)
+    if wrong | ((sequence == 0) & (low != 0)):
+        record(flag_ptr, FAULT, sequence, high.to(tl.int64) - low)
+
+
+@triton.jit
+def _find_sequence(cu_ptr, batch, block, tokens, BLOCK_M: tl.constexpr):
     """The sequence that owns a block when sequence s owns those from ``cu[s] // BLOCK_M + s`` on; batch:
 
-    the tail.
+    the tail. Whatever the offsets are, the last block finds the tail.
     """
     low = 0
     high = batch + 1
     while high - low > 1:
         middle = (low + high) // 2
-        inside = tl.load(cu_ptr + middle) // BLOCK_M + middle <= block
+        inside = _load_offset(cu_ptr, middle, tokens) // BLOCK_M + middle <= block
         low = tl.where(inside, middle, low)
         high = tl.where(inside, high, middle)
     return low
@@ -169,8 +208,11 @@ def attention_kernel(
     if FLAT:
         head = pid // blocks
         block = pid % blocks
-        sequence = _find_sequence(cu_ptr, batch, block, BLOCK_M)
-        block = block - (tl.load(cu_ptr + sequence) // BLOCK_M + sequence)
+        is_last = block == blocks - 1
+        if pid < batch:  # by place, not by content: wrong offsets may leave a sequence without a block
+            _check_sequence(cu_ptr, flag_ptr, pid, tokens, max_seqlen, FAULT)
+        sequence = _find_sequence(cu_ptr, batch, block, tokens, BLOCK_M)
+        block = block - (_load_offset(cu_ptr, sequence, tokens) // BLOCK_M + sequence)
         tail_step = tokens + BLOCK_M
     else:
         if HEADS_FIRST:
@@ -179,29 +221,27 @@ def attention_kernel(
         else:
             head = (pid // blocks) % HEADS
             block = pid % blocks
+        is_last = block == blocks - 1
         sequence = pid // (HEADS * blocks)
         tail_step = blocks * BLOCK_M
     OUT_STRIDE: tl.constexpr = HEADS * DV
     out_ptr += head * DV
     if sequence == batch:
-        offsets = tl.arange(0, BLOCK_M)
-        end = tl.minimum(tl.maximum(tl.load(cu_ptr + batch), 0), tokens).to(tl.int64)
-        for first in range(end + block * BLOCK_M, tokens, tail_step):
-            zeros = tl.zeros([BLOCK_M, DVP], tl.float32)
-            _store(out_ptr + first * OUT_STRIDE, OUT_STRIDE, offsets, tokens - first, zeros, DV, DVP)
-            if WITH_LSE:
-                lse_row = lse_ptr + head.to(tl.int64) * tokens + first + offsets
-                tl.store(lse_row, tl.full([BLOCK_M], float("-inf"), tl.float32), mask=offsets < tokens - first)
+        lse_head = lse_ptr + head.to(tl.int64) * tokens
+        stop = tokens.to(tl.int64)
+        begin = _load_offset(cu_ptr, batch, tokens).to(tl.int64) + block * BLOCK_M
+        _clear(out_ptr, lse_head, begin, stop, tail_step, OUT_STRIDE, DV, DVP, BLOCK_M, WITH_LSE)
+        if is_last:  # rows in front of a first offset that isn't 0: none, unless the offsets are wrong
+            front = _load_offset(cu_ptr, 0, tokens).to(tl.int64)
+            _clear(out_ptr, lse_head, 0, front, BLOCK_M, OUT_STRIDE, DV, DVP, BLOCK_M, WITH_LSE)
         return
-    start = tl.load(cu_ptr + sequence)
-    end = tl.load(cu_ptr + sequence + 1)
-    if (head == 0) & (block == 0):
-        if (start < 0) | (end < start) | (end > tokens) | (end - start > max_seqlen):
-            _record(flag_ptr, FAULT, sequence, end - start)
-    start = tl.minimum(tl.maximum(start, 0), tokens)
-    length = tl.minimum(end, tokens) - start
+    if not FLAT:
+        if (head == 0) & (block == 0):
+            _check_sequence(cu_ptr, flag_ptr, sequence, tokens, max_seqlen, FAULT)
+    start = _load_offset(cu_ptr, sequence, tokens)
+    length = _load_offset(cu_ptr, sequence + 1, tokens) - start
     first_query = block * BLOCK_M
-    if first_query >= length:
+    if (first_query < 0) | (first_query >= length):  # below 0: blocks in front of a first offset that isn't 0
         return
 
     origin = start.to(tl.int64)
@@ -266,17 +306,18 @@ def zero_tail_kernel(
     CHECK: tl.constexpr,
     FAULT: tl.constexpr,
 ):
-    """Rows from the last offset on become zeros; with CHECK, wrong offsets are recorded."""
+    """Rows from the last offset on, and before the first, become zeros; with CHECK, wrong offsets are recorded."""
     pid = tl.program_id(0)
-    end = tl.minimum(tl.maximum(tl.load(cu_ptr + batch), 0), tokens).to(tl.int64)
+    zeros = tl.zeros([BLOCK], out_ptr.dtype.element_ty)
+    end = _load_offset(cu_ptr, batch, tokens).to(tl.int64)
     stop = tokens.to(tl.int64) * ROW
     for first in range(end * ROW + pid * BLOCK, stop, PROGRAMS * BLOCK):
         columns = first + tl.arange(0, BLOCK)
-        zeros = tl.zeros([BLOCK], out_ptr.dtype.element_ty)
         tl.store(out_ptr + columns, zeros, mask=columns < stop)
+    front = _load_offset(cu_ptr, 0, tokens).to(tl.int64) * ROW
+    for first in range(pid * BLOCK, front, PROGRAMS * BLOCK):
+        columns = first + tl.arange(0, BLOCK)
+        tl.store(out_ptr + columns, zeros, mask=columns < front)
     if CHECK:
         for sequence in range(pid, batch, PROGRAMS):
-            low = tl.load(cu_ptr + sequence)
-            high = tl.load(cu_ptr + sequence + 1)
-            if (low < 0) | (high < low) | (high > tokens) | (high - low > max_seqlen):
-                _record(flag_ptr, FAULT, sequence, high - low)
+            _check_sequence(cu_ptr, flag_ptr, sequence, tokens, max_seqlen, FAULT)

@@ -5,6 +5,7 @@ Started by test_triton_interpreted.py with TRITON_INTERPRET=1, which must be set
 
 import itertools
 import os
+from unittest import mock
 
 import pytest
 import torch
@@ -141,10 +142,119 @@ def wrong_offsets():
         expect("cu_seqlens doesn't fit", lambda o=offsets, n=longest: triton_backend.zero_tail(q.clone(), o, n))
 
 
+def guarded(made, values=7.0):
+    """Room for a tensor with as much again, of nines, before and after it; and the tensor."""
+    size = made.numel()
+    room = torch.full((3 * size,), 9.0, dtype=made.dtype)
+    inside = room[size : 2 * size].view(made.shape)
+    inside.copy_(torch.as_tensor(values))
+    return room, inside
+
+
+def is_whole(room):
+    size = room.shape[0] // 3
+    return bool((room[:size] == 9).all() and (room[2 * size :] == 9).all())
+
+
+def doubtful_offsets(tokens, batch):
+    """Offsets that a caller may hand in by mistake, and some that are right."""
+    largest, least = 2**31 - 1, -(2**31)
+    yield [0] * batch + [tokens]
+    yield [tokens + 136 + 5 * i for i in range(batch + 1)]
+    yield [10**6 + 5 * i for i in range(batch + 1)]
+    yield [3 + 4 * i for i in range(batch + 1)]
+    yield [20] * batch + [tokens]
+    yield [tokens - i for i in range(batch + 1)]
+    yield [-5 * i for i in range(batch + 1)]
+    yield [-7, *range(batch)]
+    for value in (largest, least, -1, tokens, tokens + 1):
+        yield [value] * (batch + 1)
+        for place in range(batch + 1):
+            offsets = [tokens * i // batch for i in range(batch + 1)]
+            offsets[place] = value
+            yield offsets
+    g = torch.Generator().manual_seed(0)
+    for reach in (tokens, 2 * tokens, largest):
+        for _ in range(4):
+            yield torch.randint(-reach, reach, (batch + 1,), generator=g).tolist()
+            yield torch.randint(0, reach, (batch + 1,), generator=g).sort().values.tolist()
+
+
+def is_wrong(offsets, tokens, longest):
+    lengths = [b - a for a, b in itertools.pairwise(offsets)]
+    return offsets[0] != 0 or min(lengths) < 0 or offsets[-1] > tokens or max(lengths) > longest
+
+
+def recorded():
+    try:
+        ops.check_errors()
+    except ops.DeviceError as error:
+        return "cu_seqlens doesn't fit" in str(error)
+    return False
+
+
+def offsets_never_lead_outside():
+    tokens, batch, blocks = 40, 5, triton_backend.Blocks(16, 16, 4, 1)
+    # What lies beside q, k and v would show in the output; what lies beside the output would change.
+    room = torch.full((3 * tokens, 2, 16), float("nan"))
+    q = room[tokens : 2 * tokens]
+    q.copy_(torch.randn(tokens, 2, 16, generator=torch.Generator().manual_seed(1)))
+    plain_empty = torch.Tensor.new_empty
+    # The bisected grid is taken for the larger longest length.
+    kinds = ((False, 16, True), (True, 16, False), (False, 40, False), (True, 40, True))
+    for index, offsets in enumerate(doubtful_offsets(tokens, batch)):
+        for with_lse, longest, causal in kinds[index % 2 :: 2]:
+            cu = torch.tensor(offsets, dtype=torch.int32)
+            rooms = []
+
+            def new_empty(tensor, shape, rooms=rooms, **keywords):
+                if "device" in keywords:  # the interpreter's own
+                    return plain_empty(tensor, shape, **keywords)
+                dtype = keywords.get("dtype", tensor.dtype)
+                rooms.append(guarded(torch.empty(shape, dtype=dtype)))
+                return rooms[-1][1]
+
+            with mock.patch.object(torch.Tensor, "new_empty", new_empty):
+                out, _ = triton_backend.forward(q, q, q, cu, longest, 0.25, causal, with_lse, blocks)
+            assert len(rooms) == 1 + with_lse
+            assert all(is_whole(room) for room, _ in rooms), offsets
+            assert not bool(out.isnan().any()), offsets
+            wrong = is_wrong(offsets, tokens, longest)
+            assert recorded() == wrong, (offsets, longest)
+            if longest == 40:
+                beside, filled = guarded(q, q)
+                triton_backend.zero_tail(filled, cu, longest)
+                assert is_whole(beside), offsets
+                assert recorded() == wrong, (offsets, longest)
+
+
+def rows_in_front_are_zero():
+    q = torch.randn(40, 2, 16)
+    for offsets, longest in itertools.product(([3, 8], [19, 30, 30, 33], [35, 40], [200, 210]), (16, 400)):
+        cu = torch.tensor(offsets, dtype=torch.int32)
+        first, last = min(offsets[0], 40), min(offsets[-1], 40)
+        inner = [x - offsets[0] for x in offsets] if first < 40 else [0]
+        part = q[first:last]
+        expected = reference.forward(part, part, part, torch.tensor(inner).int(), 16, 0.25, False, True)
+        blocks = triton_backend.Blocks(16, 16, 4, 1)
+        out, lse = triton_backend.forward(q, q, q, cu, longest, 0.25, False, True, blocks)
+        torch.testing.assert_close(out[first:last], expected[0])
+        torch.testing.assert_close(lse[:, first:last], expected[1])
+        filled = q.clone()
+        triton_backend.zero_tail(filled, cu, longest)
+        assert torch.equal(filled[first:last], part)
+        for uncovered in (slice(first), slice(last, None)):
+            assert float(out[uncovered].abs().sum()) == float(filled[uncovered].abs().sum()) == 0.0
+            assert bool((lse[:, uncovered] == float("-inf")).all())
+        assert recorded()
+
+
 if __name__ == "__main__":
     allow_new_numpy()
     assembly()
     recorded_errors()
     attention()
     wrong_offsets()
+    offsets_never_lead_outside()
+    rows_in_front_are_zero()
     print("same")
