@@ -35,6 +35,8 @@ def varlen_attention(
         k: ``[tokens, kv_heads, head_dim]``; ``kv_heads`` divides ``heads``.
         v: ``[tokens, kv_heads, v_dim]``.
         cu_seqlens: int32 ``[batch + 1]`` on the same device: where each sequence starts, and where the last one ends.
+            They start at 0, never decrease and end within the tokens. On CUDA the ``triton`` and ``reference``
+            backends stay inside the tensors whatever they are; ``fa2``, and the backward in half precision, trust them.
         max_seqlen: The longest sequence, or more; a Python int.
         scale: Multiplies the scores; None is ``head_dim ** -0.5``.
         causal: A row sees itself and earlier rows of its sequence only.

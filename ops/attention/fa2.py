@@ -3,6 +3,11 @@
 Both take half precision on NVIDIA GPUs of compute capability 8.0 or more, widths up to 256 that are multiples of 8, and
 one width for q, k and v: other widths are padded with zeros here and cut off again, the scale always that of the true
 width. Both leave rows behind the last sequence unwritten; ``zero_tail`` clears them without a synchronisation.
+
+The kernels use the offsets as they are given, forward and backward, and check none: offsets that decrease, don't start
+at 0 or end behind the tokens make them read and write outside their tensors. ``zero_tail`` records such offsets, but
+only afterwards. Clamping them before would take one more launch on every call, some microseconds of the host's time, to guard
+against a mistake that callers can rule out where they make the offsets.
 """
 
 from functools import lru_cache
@@ -69,7 +74,10 @@ def forward(
     causal: bool,
     with_lse: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """FlashAttention 2 per sequence; zeros where no sequence covers."""
+    """FlashAttention 2 per sequence; zeros where no sequence covers.
+
+    The offsets must be right: wrong ones lead the kernels outside the tensors, and are recorded only afterwards.
+    """
     head_dim, v_dim = q.shape[2], v.shape[2]
     width = padded_width(head_dim, v_dim)
     q, scale = positive_scale(q, scale)
@@ -117,7 +125,10 @@ def backward(
     scale: float,
     causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """PyTorch's FlashAttention 2 backward, for the log-sum-exps of any backend; zeros where no sequence covers."""
+    """PyTorch's FlashAttention 2 backward, for the log-sum-exps of any backend; zeros where no sequence covers.
+
+    The offsets must be right, as for ``forward``.
+    """
     head_dim, v_dim = q.shape[2], v.shape[2]
     width = padded_width(head_dim, v_dim)
     sign = (scale > 0) - (scale < 0)
