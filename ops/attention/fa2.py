@@ -6,8 +6,8 @@ width. Both leave rows behind the last sequence unwritten; ``zero_tail`` clears 
 
 The kernels use the offsets as they are given, forward and backward, and check none: offsets that decrease, don't start
 at 0 or end behind the tokens make them read and write outside their tensors. ``zero_tail`` records such offsets, but
-only afterwards. Clamping them before would take one more launch on every call, some microseconds of the host's time, to guard
-against a mistake that callers can rule out where they make the offsets.
+only afterwards. Clamping them before would take one more launch on every call, some microseconds of the host's time, to
+guard against a mistake that callers can rule out where they make the offsets.
 """
 
 from functools import lru_cache

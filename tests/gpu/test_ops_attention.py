@@ -219,6 +219,32 @@ def test_gradients(case, causal, backend):
         assert worst(a[:covered], e) <= limit
 
 
+@pytest.mark.parametrize("backend", [*BACKENDS, None])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("scale", [-0.3, 0.0])
+@pytest.mark.parametrize("case", ["width 72, packed", "v narrower"])
+def test_gradients_of_scales_that_are_not_positive(case, scale, causal, backend):
+    lengths, longest = CASES[case][4], CASES[case][6]
+    covered, cu = sum(lengths), offsets(lengths)
+
+    def run(call, dtype):
+        inputs = [x[:covered].detach().to(dtype).requires_grad_() for x in make(case, torch.bfloat16)]
+        out = call(*inputs)
+        g = torch.Generator(device="cuda").manual_seed(7)
+        out.backward(torch.randn(out.shape, generator=g, device="cuda").to(dtype))
+        return [x.grad for x in inputs]
+
+    got = run(
+        lambda q, k, v: ops.varlen_attention(q, k, v, cu, longest, scale=scale, causal=causal, backend=backend),
+        torch.bfloat16,
+    )
+    exact = run(lambda q, k, v: dense(q, k, v, lengths, causal, scale), torch.float64)
+    own = run(lambda q, k, v: dense(q, k, v, lengths, causal, scale), torch.bfloat16)
+    for a, e, o in zip(got, exact, own, strict=True):
+        limit = 2 * worst(o, e) + torch.finfo(torch.bfloat16).eps * float(e.abs().max())
+        assert worst(a, e) <= limit
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_single_precision_gradients(backend):
     q, k, v = make("v narrower", torch.float32)
