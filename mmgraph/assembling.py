@@ -1,29 +1,26 @@
 """From a plan and the rows on its items to the language model's input embeddings.
 
-Promises: text ids are clamped into the vocabulary for the look-up only, and rows that an item covers are never
-looked up; an embedding that does more than look up is called as the module it is; the result equals looking up
-the text rows and then copying each range's rows, cast to the embedding's dtype, bit for bit.
+Promises: the result equals looking up the text rows and then copying each range's rows, cast to the embedding's
+dtype, bit for bit.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch.nn.modules import module as _module_globals
 
 from mmgraph.encoder_spec import EncoderSpec, deepstack_levels
-from mmgraph.errors import LookupInputError, RowsError
+from mmgraph.errors import RowsError
 from mmgraph.items import MultimodalDataItem
 from mmgraph.modality import Modality
 from mmgraph.ops import RowMap, assemble_embeddings
 from mmgraph.planning import EncodePlan
 from mmgraph.rows import check_rows
-from mmgraph.staging import FeatureMover, upload
-
-TextEmbedding = torch.nn.Module | torch.Tensor | Callable[[torch.Tensor], torch.Tensor]
+from mmgraph.staging import FeatureMover
+from mmgraph.text_rows import TextRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,129 +37,6 @@ class DeepstackRows:
     pool: torch.Tensor
     row_map: torch.Tensor
     levels: int
-
-
-def check_input_ids(input_ids: Any) -> None:
-    """Check that ids are flat integers.
-
-    Raises:
-        LookupInputError: They aren't.
-    """
-    if (
-        not isinstance(input_ids, torch.Tensor)
-        or input_ids.dim() != 1
-        or input_ids.dtype not in (torch.int32, torch.int64)
-    ):
-        came = (
-            f"{input_ids.dtype} {list(input_ids.shape)}"
-            if isinstance(input_ids, torch.Tensor)
-            else type(input_ids)
-        )
-        raise LookupInputError(
-            f"input_ids must be an int32 or int64 tensor of one dimension, got {came}; flatten the batch's rows"
-        )
-
-
-def plain_table(embedding: TextEmbedding) -> torch.Tensor | None:
-    """Give the table of an embedding that only looks up, or None for one that has to be called.
-
-    A look-up is more than that where forward is overridden or hooked, weights are parametrized, quantised or
-    distributed, looked-up rows are renormalised, or the gradient is not the plain one.
-    """
-    if isinstance(embedding, torch.Tensor):
-        return embedding
-    if type(embedding) is not torch.nn.Embedding:
-        return None
-    weight = embedding.weight
-    hooks = (
-        embedding._forward_hooks,
-        embedding._forward_pre_hooks,
-        embedding._backward_hooks,
-        embedding._backward_pre_hooks,
-        _module_globals._global_forward_hooks,
-        _module_globals._global_forward_pre_hooks,
-        _module_globals._global_backward_hooks,
-        _module_globals._global_backward_pre_hooks,
-    )
-    if any(hooks) or "forward" in vars(embedding) or embedding.max_norm is not None:
-        return None
-    if type(weight) not in (torch.nn.Parameter, torch.Tensor) or not weight.is_floating_point():
-        return None
-    special_gradient = embedding.padding_idx is not None or embedding.scale_grad_by_freq or embedding.sparse
-    if special_gradient and weight.requires_grad and torch.is_grad_enabled():
-        return None
-    return weight
-
-
-class TextRows:
-    """The look-up of the rows that no item covers.
-
-    Args:
-        input_ids: int32 or int64 ``[T]``.
-        embedding: The text embedding.
-        strict: Ids outside the vocabulary at uncovered rows are errors.
-    """
-
-    def __init__(self, input_ids: torch.Tensor, embedding: TextEmbedding, *, strict: bool) -> None:
-        self.input_ids = input_ids
-        self.embedding = embedding
-        self.strict = strict
-        self.table = plain_table(embedding)
-        self._called: tuple[EncodePlan, torch.Tensor, npt.NDArray[np.int32]] | None = None
-
-    def width(self, plan: EncodePlan) -> int:
-        """Give the embedding's width; calls the embedding where only its output tells.
-
-        Raises:
-            LookupInputError: The embedding doesn't give one row for each id.
-        """
-        rows = self._rows_of(plan)[0] if self.table is None else self.table
-        return rows.shape[-1]
-
-    def source(self, plan: EncodePlan) -> tuple[torch.Tensor, torch.Tensor]:
-        """Give ids and a table whose look-up gives the text rows.
-
-        Returns:
-            The ids as they came and the embedding's table; or, for an embedding that was called, each row's
-            place among the rows that the call gave, and those rows.
-
-        Raises:
-            LookupInputError: The embedding doesn't give one row for each id.
-        """
-        if self.table is not None:
-            return self.input_ids, self.table
-        rows, places = self._rows_of(plan)
-        return upload(places, rows.device), rows
-
-    def _rows_of(self, plan: EncodePlan) -> tuple[torch.Tensor, npt.NDArray[np.int32]]:
-        if self._called is None or self._called[0] is not plan:
-            total = self.input_ids.shape[0]
-            change = np.zeros(total + 1, dtype=np.int32)  # a plan's ranges are disjoint, so no index repeats
-            change[plan.dst_start] += 1
-            change[plan.dst_end + 1] -= 1
-            is_text = np.cumsum(change[:total]) == 0
-            ids = self.input_ids[upload(np.flatnonzero(is_text), self.input_ids.device)]
-            rows = self._call(ids)
-            self._called = plan, rows, np.cumsum(is_text, dtype=np.int32) - is_text
-        return self._called[1], self._called[2]
-
-    def _call(self, ids: torch.Tensor) -> torch.Tensor:
-        if not callable(self.embedding):
-            raise LookupInputError(
-                f"the text embedding must be a module, a table or a function, got {type(self.embedding).__name__}"
-            )
-        size = _vocabulary(self.embedding)
-        if self.strict and size is not None:
-            # The op's own check, on a table without width: it records on a device and raises on a CPU.
-            empty = torch.zeros(size, 1, device=ids.device)
-            assemble_embeddings(ids, empty, empty[:0], torch.full_like(ids, -1, dtype=torch.int32), strict=True)
-        rows = self.embedding(ids.clamp(min=0) if size is None else ids.clamp(0, max(size - 1, 0)))
-        if not isinstance(rows, torch.Tensor) or rows.dim() != 2 or rows.shape[0] != ids.shape[0]:
-            came = list(rows.shape) if isinstance(rows, torch.Tensor) else type(rows).__name__
-            raise LookupInputError(
-                f"the text embedding must give [{ids.shape[0]}, width] for {ids.shape[0]} ids, got {came}"
-            )
-        return rows
 
 
 def assemble(
@@ -245,11 +119,3 @@ def _gather(
 
 def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(list(parts))
-
-
-def _vocabulary(embedding: Any) -> int | None:
-    size = getattr(embedding, "num_embeddings", None)
-    if isinstance(size, int):
-        return size
-    weight = getattr(embedding, "weight", None)
-    return weight.shape[0] if isinstance(weight, torch.Tensor) and weight.dim() == 2 else None

@@ -5,19 +5,21 @@ every item is left usable: encoded with its feature dropped, or as it was, so th
 """
 
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 
-from mmgraph.assembling import DeepstackRows, TextEmbedding, TextRows, assemble, check_input_ids
+from mmgraph.assembling import DeepstackRows, assemble
+from mmgraph.batch_rows import blanked, outside_errors
 from mmgraph.embedding_phases import encode_plan
 from mmgraph.encoder_spec import Encoders, EncoderSpec, settled_specs
 from mmgraph.errors import EncoderSpecError, MultimodalError
 from mmgraph.inputs import MultimodalForwardContext
 from mmgraph.planning import EncodePlan, build_plan
 from mmgraph.staging import FeatureMover
+from mmgraph.text_rows import TextEmbedding, TextRows, check_input_ids
 from mmgraph.timing import EmbedTiming, PhaseRecorder
 
 __all__ = ["DeepstackRows", "EmbedResult", "EncoderSpec", "MultimodalEmbedder", "VisionEmbedder"]
@@ -140,7 +142,16 @@ class MultimodalEmbedder:
             if not plan:
                 return EmbedResult(None, {}, failed)
             specs = settled_specs(encoders)
-            text = TextRows(_without(input_ids, ctx, failed), text_embedding, strict=self.strict)
+            text = self._text_rows(blanked(input_ids, ctx, failed), text_embedding)
+            outside = outside_errors(text, plan, ctx)
+            if outside:
+                if not isolate:
+                    raise outside[0]
+                failed |= {error.request: error for error in outside if error.request is not None}
+                plan = plan.without_requests(failed)
+                if not plan:
+                    return EmbedResult(None, {}, failed)
+                text = self._text_rows(blanked(input_ids, ctx, failed), text_embedding)
             with recorder.phase("assemble"):
                 width = text.width(plan)
             failures = encode_plan(
@@ -152,7 +163,7 @@ class MultimodalEmbedder:
                 plan = plan.without_requests(failed)
                 if not plan:
                     return EmbedResult(None, {}, failed)
-                text = TextRows(_without(input_ids, ctx, failed), text_embedding, strict=self.strict)
+                text = self._text_rows(blanked(input_ids, ctx, failed), text_embedding)
             with recorder.phase("assemble"):
                 embeds, kwargs = assemble(plan, text, specs, multimodal_model, self._mover, checked=True)
             _count_plan(recorder, plan)
@@ -238,11 +249,16 @@ class MultimodalEmbedder:
         check_input_ids(input_ids)
         recorder = self._recorder(input_ids.device)
         with recorder.phase("assemble"):
-            text = TextRows(input_ids, text_embedding, strict=self.strict)
+            text = self._text_rows(input_ids, text_embedding)
+            for error in outside_errors(text, plan, None):
+                raise error
             result = assemble(plan, text, settled_specs(encoders), multimodal_model, self._mover)
         _count_plan(recorder, plan)
         self._keep_timing(recorder)
         return result
+
+    def _text_rows(self, input_ids: torch.Tensor, embedding: TextEmbedding) -> TextRows:
+        return TextRows(input_ids, embedding, strict=self.strict)
 
     def _recorder(self, device: torch.device) -> PhaseRecorder:
         on_cuda = self.timing and device.type == "cuda"
@@ -277,17 +293,3 @@ def _count_plan(recorder: PhaseRecorder, plan: EncodePlan) -> None:
     if recorder.enabled:
         rows = int((plan.dst_end - plan.dst_start + 1).sum())
         recorder.count(ranges=len(plan.scatter_ranges), rows=rows)
-
-
-def _without(input_ids: torch.Tensor, ctx: MultimodalForwardContext, failed: Collection[int]) -> torch.Tensor:
-    """Blank the ids of failed requests: their placeholders are uncovered now, and may be beyond the vocabulary."""
-    if not failed:
-        return input_ids
-    blanked = input_ids.clone()
-    base = 0
-    for request, length in enumerate(() if ctx.extend_seq_lens is None else ctx.extend_seq_lens):
-        rows = max(int(length), 0)
-        if request in failed:
-            blanked[base : base + rows] = 0
-        base += rows
-    return blanked

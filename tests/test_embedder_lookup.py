@@ -7,11 +7,10 @@ import torch
 from mm_batches import HIDDEN, image_encoder, one_request, simple_item
 from torch import nn
 
-from mmgraph.assembling import plain_table
 from mmgraph.embedder import MultimodalEmbedder
 from mmgraph.errors import LookupInputError
 from mmgraph.inputs import MultimodalForwardContext, MultimodalInputs
-from mmgraph.ops import DataError
+from mmgraph.text_rows import plain_table
 
 SIZE = 11
 IDS = torch.tensor([3, 1_000_005, 2**31 - 2, -200, 10, 0, 99, 4])
@@ -164,16 +163,51 @@ def test_tables_and_functions_will_do() -> None:
     assert torch.equal(from_table[0], table[3])
 
 
-@pytest.mark.parametrize("make", [Recording, lambda: nn.Embedding(SIZE, HIDDEN)])
+@pytest.mark.parametrize("make", [Recording, lambda: nn.Embedding(SIZE, HIDDEN), hooked])
 def test_strict_refuses_uncovered_ids_outside_the_vocabulary(make: Callable[[], nn.Module]) -> None:
     module, item = make(), simple_item([(1, 2)])
     ctx = one_request([item], 8)
-    with pytest.raises(DataError, match="outside the vocabulary"):
-        MultimodalEmbedder(strict=True).apply(IDS, module, ctx, image_encoder())
+    encoders = image_encoder()
+    with pytest.raises(
+        LookupInputError,
+        match=r"request 0: id -200 in row 3 of input_ids, position 3 of its prompt, is outside the vocabulary of 11",
+    ) as caught:
+        MultimodalEmbedder(strict=True).apply(IDS, module, ctx, encoders)
+    assert caught.value.request == 0
+    assert encoders[item.modality].fn.calls == []
     fine = IDS.clone()
     fine[[3, 6]] = 1
-    embeds, _ = MultimodalEmbedder(strict=True).apply(fine, module, ctx, image_encoder())
+    embeds, _ = MultimodalEmbedder(strict=True).apply(fine, module, ctx, encoders)
     assert torch.equal(embeds[1:3], item.encoded)
+    embedder = MultimodalEmbedder(strict=True)
+    with pytest.raises(LookupInputError, match=r"^id -200 in row 3 of input_ids is outside the vocabulary"):
+        embedder.assemble(embedder.plan(ctx, 8), IDS, module, encoders)
+
+
+@pytest.mark.parametrize("make", [Recording, lambda: nn.Embedding(SIZE, HIDDEN), hooked])
+def test_strict_sets_aside_only_the_requests_with_such_ids(make: Callable[[], nn.Module]) -> None:
+    module = make()
+    items = [simple_item([(3, 4)], variant=k) for k in range(2)]
+    ctx = MultimodalForwardContext(
+        [MultimodalInputs([items[0]]), None, MultimodalInputs([items[1]]), None, None], [2, 0, 2], [4, 2, 4]
+    )
+    ids = torch.tensor([1, 99, 99, 2, 3, 4, 5, 99, 99, -7, 6, SIZE])  # the last two rows decode
+    embedder, encoders = MultimodalEmbedder(strict=True), image_encoder()
+    with pytest.raises(LookupInputError, match=r"request 2: id -7 in row 9 .* position 5 of its prompt"):
+        embedder.apply(ids, module, ctx, encoders)
+    result = embedder.apply_result(ids, module, ctx, encoders, on_error="isolate")
+    assert {request: type(error) for request, error in result.failed.items()} == dict.fromkeys(
+        (2, 4), LookupInputError
+    )
+    assert result.failed[4].request == 4
+    assert "request 4: id 11 in row 11 of input_ids is outside" in str(result.failed[4])
+    assert encoders[items[0].modality].fn.calls == [[items[0]]]
+    assert items[1].encoded is None
+    texts = module(torch.tensor([1, 2, 3, 4, 6]))
+    assert torch.equal(result.embeds[[0, 3, 4, 5, 10]], texts)
+    assert torch.equal(result.embeds[1:3], items[0].encoded)
+    ids[0] = ids[9]
+    assert embedder.apply_result(ids, module, ctx, encoders, on_error="isolate").embeds is None
 
 
 @pytest.mark.parametrize("ids", [torch.zeros(2, 2, dtype=torch.int64), torch.zeros(4), [0, 1, 2, 3]])
@@ -188,7 +222,13 @@ def test_ids_must_be_flat_integers(ids: object) -> None:
 @pytest.mark.parametrize(
     ("embedding", "message"),
     [
-        (lambda ids: torch.zeros(1, HIDDEN), r"must give \[2, width\] for 2 ids, got \[1, 5\]"),
+        (lambda ids: torch.zeros(1, HIDDEN), r"rows \[2, width\] for 2 ids, got torch.float32 \[1, 5\]"),
+        (lambda ids: torch.zeros(2, HIDDEN).int(), r"rows \[2, width\] for 2 ids, got torch.int32 \[2, 5\]"),
+        (
+            torch.zeros(HIDDEN),
+            r"table must hold floating-point rows \[vocabulary, width\], got torch.float32 \[5\]",
+        ),
+        (torch.zeros(3, HIDDEN).int(), r"table must hold .* got torch.int32 \[3, 5\]"),
         (lambda ids: None, "got NoneType"),
         (7, "must be a module, a table or a function, got int"),
     ],
@@ -200,6 +240,7 @@ def test_an_embedding_that_gives_something_else_is_refused_before_encoding(
     ctx, ids = one_request([item], 4), torch.zeros(4, dtype=torch.int64)
     with pytest.raises(LookupInputError, match=message):
         MultimodalEmbedder().apply(ids, embedding, ctx, encoders)
+    assert encoders[item.modality].fn.calls == []
     assert item.encoded is None
     assert MultimodalEmbedder().apply(ids, torch.zeros(3, HIDDEN), ctx, encoders)[0] is not None
 
