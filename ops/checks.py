@@ -95,7 +95,13 @@ def check_assemble_out(
 
 
 def check_no_overlap(out: torch.Tensor, **inputs: torch.Tensor) -> None:
-    """Raise ArgumentError if ``out`` covers memory of an input (real tensors only)."""
+    """Raise ArgumentError if ``out``, a matrix, covers memory of an input, or one place twice (real tensors only)."""
+    (inner, size), (outer, count) = sorted(zip(out.stride(), out.shape, strict=True))
+    if out.numel() and ((size > 1 and inner == 0) or (count > 1 and outer <= (size - 1) * inner)):
+        raise ArgumentError(
+            "assemble_embeddings_out: out's elements must each have a place of their own in memory, got shape "
+            f"{list(out.shape)} with strides {list(out.stride())}; give it a tensor that isn't expanded."
+        )
     start, end = _span(out)
     for name, tensor in inputs.items():
         first, last = _span(tensor)

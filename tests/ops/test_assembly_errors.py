@@ -62,12 +62,36 @@ def test_assemble_refuses(change, error, words):
         (torch.empty(3, 2, dtype=torch.float64), "table's dtype"),
         (TABLE[:3], "overlaps table"),
         (POOL, "overlaps pool"),
+        (
+            torch.empty(1, 2).expand(3, 2),
+            r"a place of their own in memory, got shape \[3, 2\] with strides \[0, 1\]",
+        ),
+        (torch.empty(3, 1).expand(3, 2), "a place of their own"),
+        (torch.empty(1, 1).expand(3, 2), "a place of their own"),
+        (torch.empty(9).as_strided((3, 2), (1, 1)), "a place of their own"),
     ],
 )
 def test_the_out_form_refuses_buffers_that_do_not_fit(out, words):
     with pytest.raises(ops.ArgumentError, match=words):
         ops.assemble_embeddings_out(IDS, TABLE, POOL, MAP, out=out)
     good()
+
+
+@pytest.mark.parametrize(
+    "out",
+    [
+        torch.empty(2, 3).t(),
+        torch.empty(6, 4)[::2, 1:3],
+        torch.empty(9).as_strided((3, 2), (1, 3)),
+        torch.empty(3, 3)[:, :2],
+    ],
+)
+def test_the_out_form_takes_strided_buffers(out):
+    ops.assemble_embeddings_out(IDS, TABLE, POOL, MAP, out=out)
+    assert torch.equal(out, ops.assemble_embeddings(IDS, TABLE, POOL, MAP))
+    one = torch.empty(1, 1).expand(1, 1)
+    ops.assemble_embeddings_out(IDS[:1], TABLE[:, :1], POOL[:, :1], MAP[:1], out=one)
+    ops.assemble_embeddings_out(IDS[:0], TABLE, POOL, MAP[:0], out=torch.empty(1, 2).expand(0, 2))
 
 
 def test_the_out_form_refuses_gradients_and_works_without():
