@@ -12,6 +12,7 @@ import operator
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from .errors import BucketError
 
@@ -41,6 +42,8 @@ def _as_size(value: object, what: str, *, minimum: int) -> int:
 
 def _check_sizes(sizes: Sequence[int], what: str) -> tuple[int, ...]:
     """Sizes as a tuple; an error where they are none, not positive, unsorted or repeated."""
+    if hasattr(sizes, "tolist"):
+        sizes = sizes.tolist()
     if isinstance(sizes, (str, bytes)) or not isinstance(sizes, Sequence):
         raise BucketError(f"{what} must be a sequence of integers such as (8, 16), got {sizes!r}")
     if not sizes:
@@ -177,6 +180,8 @@ class BucketGrid:
             if name in self._dims:
                 raise BucketError(f"{name!r} is both a size list and a derived size: choose one")
         self.names: tuple[str, ...] = (*self._dims, *self._derived)
+        self._arguments: dict[str, Any] = {"derived": derived, "keep": keep, **dims}
+        self.within_is_default = within is None
         if within is None:
             within = {"seqlen": "tokens"} if {"seqlen", "tokens"} <= set(self.names) else {}
         self.within: dict[str, str] = self._check_within(within)
@@ -185,7 +190,7 @@ class BucketGrid:
         dropped: list[DroppedBucket] = []
         for point in itertools.product(*self._dims.values()):
             bucket = self._with_derived(dict(zip(self._dims, point, strict=True)))
-            if keep is not None and not keep(bucket):
+            if keep is not None and not _ask(keep, bucket, "keep"):
                 dropped.append(DroppedBucket(bucket, "excluded by keep"))
                 continue
             other = self._reached_instead(bucket, kept)
@@ -200,6 +205,10 @@ class BucketGrid:
         self.buckets: tuple[Bucket, ...] = tuple(kept)
         self.dropped: tuple[DroppedBucket, ...] = tuple(dropped)
         self._by_point = {tuple(b[name] for name in self._dims): b for b in kept}
+
+    def without_within(self) -> BucketGrid:
+        """The same grid in which no size lies within another."""
+        return BucketGrid(within={}, **self._arguments)
 
     def __iter__(self) -> Iterator[Bucket]:
         return iter(self.buckets)
@@ -264,10 +273,14 @@ class BucketGrid:
     def _with_derived(self, sizes: dict[str, int]) -> Bucket:
         frozen = Bucket(sizes)
         for name, rule in self._derived.items():
-            sizes[name] = _as_size(rule(frozen), f"derived size {name!r} at {frozen}", minimum=0)
+            sizes[name] = _as_size(
+                _ask(rule, frozen, f"derived size {name!r}"), f"derived size {name!r} at {frozen}", minimum=0
+            )
         return Bucket(sizes)
 
     def _check_within(self, within: Mapping[str, str]) -> dict[str, str]:
+        if not isinstance(within, Mapping):
+            raise BucketError(f"within must map a size to the one that it lies in, got {within!r}")
         for inner, outer in within.items():
             for name in (inner, outer):
                 if name not in self.names:
@@ -286,6 +299,15 @@ class BucketGrid:
             return None
         most = _bounded(bucket, self.within)
         return next((b for b in smaller if b.holds(most)), None)
+
+
+def _ask(rule: Callable[[Any], Any], bucket: Bucket, what: str) -> Any:
+    if not callable(rule):
+        raise BucketError(f"{what} must be a function of a bucket, got {rule!r}")
+    try:
+        return rule(bucket)
+    except Exception as error:
+        raise BucketError(f"{what} failed at {bucket} ({type(error).__name__}: {error})") from error
 
 
 def _bounded(sizes: Mapping[str, int], within: Mapping[str, str]) -> dict[str, int]:

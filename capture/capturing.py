@@ -12,15 +12,16 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
 from .buckets import Bucket
 from .cuda import DeviceGraph, DevicePool
-from .errors import OutputError
+from .errors import CaptureError, OutputError
 from .graph import BucketGraph, OutputPlan, Replayable, median_replay_seconds
 from .layout import LeafLayout, SharedBuffers, example_for_bucket, sizes_of_leaves
 from .memory import poison_pool, pool_bytes
-from .recorder import Recording
-from .spec import BucketSize, Constant, InputLeaf, Offsets, Rows, Signature, Spec, Static
+from .recorder import OutsideMemory, Recording
+from .spec import BucketSize, Constant, Offsets, Rows, Signature, Spec, Static
 from .state import StateSnapshot
 
 __all__ = ["Capturer", "autocast_state"]
@@ -46,6 +47,7 @@ class Capturer:
         buckets: every bucket that may be captured; the buffers are as large as the largest of them needs.
         device: cpu or cuda.
         warmup: runs before each capture.
+        example: one call's leaves.
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class Capturer:
         buckets: Sequence[Bucket],
         device: torch.device,
         warmup: int,
+        example: Sequence[Any],
     ) -> None:
         self.device = device
         self.layouts = tuple(layouts)
@@ -63,6 +66,11 @@ class Capturer:
         self._signature = signature
         self._buckets = tuple(buckets)
         self._warmup = warmup
+        self._example = tuple(example)
+        self._snapshot: StateSnapshot | None = None
+        self._outside = OutsideMemory()
+        #: Positions of the inputs that the function writes: on a miss it gets copies, as on a hit.
+        self.written: set[int] = set()
         self.autocast = autocast_state(device)
         self._inputs = SharedBuffers(layouts, buckets)
         self._outputs: SharedBuffers | None = None
@@ -100,20 +108,32 @@ class Capturer:
 
     @contextlib.contextmanager
     def state_preserved(self) -> Iterator[None]:
-        """Puts the user's state back at the end, also after an error."""
-        snapshot = StateSnapshot(self._fn, self.device)
+        """Puts the user's state back before every run of the function and at the end, also after an error."""
+        constants = [
+            value
+            for leaf, value in zip(self._signature.inputs, self._example, strict=True)
+            if isinstance(leaf.spec, Constant)
+        ]
+        self._snapshot = StateSnapshot(self._fn, self.device, constants, self._inputs.storages)
         try:
             yield
         finally:
             if self._stream is not None:
                 torch.cuda.synchronize(self.device)
-            snapshot.restore()
+            self._snapshot.restore()
+            self._snapshot, self._example = None, ()
+
+    def settle(self) -> None:
+        """Waits until no replay is under way."""
+        if self._stream is not None:
+            self._stream.synchronize()
 
     def on_owner_stream(self, work: Callable[[], None]) -> None:
         """Runs `work` on the owner stream, which waits for the caller's stream and is waited for.
 
-        Graphs share library workspaces with all that was captured on the same stream, so they are replayed there and
-        nowhere else. Two events made once and bare switches: the context managers cost the host about 20 us a call.
+        Graphs share library workspaces with all that was captured on the same stream, so they are replayed
+        there and nowhere else. Two events made once and bare switches: the context managers cost the host about
+        20 us a call.
         """
         if self._stream is None:
             work()
@@ -133,27 +153,41 @@ class Capturer:
             self._left.record(self._stream)
             caller.wait_event(self._left)
 
-    def capture(self, bucket: Bucket, example: Sequence[Any]) -> BucketGraph:
+    def capture(self, bucket: Bucket) -> BucketGraph:
         """Warms up and captures one bucket.
+
+        Every run, and the capture, begins with the state and the inputs that the first began with: a function
+            that
+        counts its calls, or moves on in a cache, must not be driven past its end.
 
         Raises:
             OutputError: the function returns something other than declared.
             Exception: whatever the function or the capture raised; the process is as it was before.
         """
         start = time.perf_counter()
-        fits = self._signature.grid.holds(bucket, sizes_of_leaves(self._signature.inputs, example))
-        views: list[torch.Tensor | None] = []
-        values: list[Any] = []
-        for position, (leaf, layout) in enumerate(zip(self._signature.inputs, self.layouts, strict=True)):
-            value, view = self._leaf_at(bucket, position, leaf, layout, example[position], fits)
-            values.append(value)
-            views.append(view)
+        rows, values = self._example_at(bucket)
+        views = tuple(row[0] if row is not None else None for row in rows)
+
+        snapshot = self._snapshot
+        if snapshot is None:
+            raise CaptureError("internal: a capture outside state_preserved")
+
+        def begin() -> None:
+            snapshot.restore()
+            for row in rows:
+                if row is not None:
+                    row[0].copy_(row[1])
 
         with self._on_capture_stream(), torch.no_grad(), _without_autocast_cache():
-            flat: list[Any] = []
-            for _ in range(self._warmup):
+            # One run under watch, which torch.compile sits out, then those that settle kernels.
+            begin()
+            with snapshot.watching():
                 flat = self._run(values)
-                self._prepare_outputs(flat, bucket)
+            self._note_written(rows)
+            self._prepare_outputs(flat, bucket)
+            for _ in range(self._warmup):
+                begin()
+                flat = self._run(values)
             self._check_outputs(flat, bucket)
             del flat
             plans = list(self._output_plans or ())
@@ -170,13 +204,14 @@ class Capturer:
                     else:
                         plans[position] = OutputPlan(None, result)
 
+            begin()
             before = self.pool_bytes
             graph = self._graph_of(work, [view for view in (*views, *outputs) if view is not None])
             grown = self.pool_bytes - before
-            replay_seconds = median_replay_seconds(graph, self._stream)
+            replay_seconds = median_replay_seconds(graph, self._stream, begin)
         return BucketGraph(
             bucket=bucket,
-            inputs=tuple(views),
+            inputs=views,
             outputs=outputs,
             plans=tuple(plans),
             graph=graph,
@@ -185,28 +220,32 @@ class Capturer:
             pool_bytes=grown,
         )
 
-    def _leaf_at(
-        self,
-        bucket: Bucket,
-        position: int,
-        leaf: InputLeaf,
-        layout: LeafLayout | None,
-        example: Any,
-        fits: bool,
-    ) -> tuple[Any, torch.Tensor | None]:
-        if isinstance(leaf.spec, BucketSize):
-            return bucket[leaf.spec.dim], None
-        if layout is None:
-            return example, None
-        view = self._inputs.view(position, bucket)
-        with torch.no_grad():
-            values = example_for_bucket(layout, example, bucket, self._signature.grid.within, fits=fits)
-            view.copy_(values)
-        return view, view
+    def _example_at(self, bucket: Bucket) -> tuple[list[tuple[torch.Tensor, torch.Tensor] | None], list[Any]]:
+        """For each leaf its static view and the example's rows for it, or None; and the function's argument."""
+        grid = self._signature.grid
+        fits = grid.holds(bucket, sizes_of_leaves(self._signature.inputs, self._example))
+        rows: list[tuple[torch.Tensor, torch.Tensor] | None] = []
+        values: list[Any] = []
+        for position, (leaf, layout) in enumerate(zip(self._signature.inputs, self.layouts, strict=True)):
+            given = self._example[position]
+            if layout is None:
+                rows.append(None)
+                values.append(bucket[leaf.spec.dim] if isinstance(leaf.spec, BucketSize) else given)
+                continue
+            view = self._inputs.view(position, bucket)
+            rows.append((view, example_for_bucket(layout, given, bucket, grid.within, fits=fits)))
+            values.append(view)
+        return rows, values
+
+    def _note_written(self, rows: Sequence[tuple[torch.Tensor, torch.Tensor] | None]) -> None:
+        """Finds the inputs that the function wrote, by comparing bits with what it was given."""
+        for position, row in enumerate(rows):
+            if row is not None and not _same_bits(*row):
+                self.written.add(position)
 
     def _graph_of(self, work: Callable[[], None], keep: list[torch.Tensor]) -> Replayable:
         if self._stream is None or self._pool is None:
-            return Recording(work, keep)
+            return Recording(work, keep, self._outside)
         # What warm-up left in the allocator's cache may be needed for the graph's pool.
         torch.cuda.empty_cache()
         return DeviceGraph(work, self._stream, self._pool)
@@ -254,8 +293,10 @@ class Capturer:
         self._output_plans = tuple(OutputPlan(layout) for layout in layouts)
 
     def _check_outputs(self, flat: Sequence[Any], bucket: Bucket) -> None:
-        for plan, path, value in zip(self._output_plans or (), self._signature.output_paths, flat, strict=True):
+        paths, specs = self._signature.output_paths, self._signature.outputs
+        for plan, path, spec, value in zip(self._output_plans or (), paths, specs, flat, strict=True):
             if plan.layout is None:
+                _refuse_tensors(path, spec, value)
                 continue
             expected = plan.layout.full_shape(bucket)
             if (
@@ -270,15 +311,8 @@ class Capturer:
 def _output_layout(
     path: str, spec: Spec | None, value: Any, bucket: Bucket, device: torch.device
 ) -> LeafLayout | None:
-    if spec is None:
-        if value is not None:
-            raise OutputError(f"{path} is declared as None, got {type(value).__name__}: declare its spec")
-        return None
-    if isinstance(spec, Constant):
-        if isinstance(value, torch.Tensor):
-            raise OutputError(
-                f"{path} is declared constant but is a tensor: declare rows or static, so that it is copied out"
-            )
+    if spec is None or isinstance(spec, Constant):
+        _refuse_tensors(path, spec, value)
         return None
     if not isinstance(value, torch.Tensor):
         raise OutputError(
@@ -300,6 +334,22 @@ def _output_layout(
     elif not isinstance(spec, Static):
         raise OutputError(f"{path} has a spec that outputs cannot have: {spec!r}")
     return LeafLayout(path, spec, value.dtype, device, shape)
+
+
+def _refuse_tensors(path: str, spec: Spec | None, value: Any) -> None:
+    """Refuses an output that is declared to be no tensor and is, or holds, one: nobody would copy it out."""
+    if spec is None and value is not None:
+        raise OutputError(f"{path} is declared as None, got {type(value).__name__}: declare its spec")
+    if any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(value)):
+        raise OutputError(
+            f"{path} is declared constant but is a tensor or holds one: declare rows or static, so that it is "
+            "copied out"
+        )
+
+
+def _same_bits(view: torch.Tensor, given: torch.Tensor) -> bool:
+    expected = given.expand(view.shape).contiguous()
+    return torch.equal(view.flatten().view(torch.uint8), expected.flatten().view(torch.uint8))
 
 
 @contextlib.contextmanager

@@ -61,7 +61,7 @@ class DeviceGraph:
         with CAPTURE_LOCK, _no_garbage_collection(), torch.cuda.device(device), torch.cuda.stream(stream):
             torch.cuda.synchronize(device)
             generator = torch.cuda.default_generators[torch.cuda.current_device()]
-            before = generator.clone_state()
+            before = generator.get_state()
             graph = torch.cuda.CUDAGraph()
             began = False
             try:
@@ -71,9 +71,11 @@ class DeviceGraph:
                 fn()
                 graph.capture_end()
             except BaseException:
-                if began:
-                    _close_failed_capture(graph, stream, pool)
-                generator.graphsafe_set_state(before)
+                if began and not _close_failed_capture(graph, stream, pool):
+                    # The generator's own state still counts as captured. A copy of it doesn't; graphs that were
+                    # captured before keep the old one, so that this comes last of all remedies.
+                    generator.graphsafe_set_state(generator.clone_state())
+                generator.set_state(before)
                 raise
             self._graph = graph
 
@@ -106,12 +108,15 @@ def _no_garbage_collection() -> Iterator[None]:
             gc.enable()
 
 
-def _close_failed_capture(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream, pool: DevicePool) -> None:
+def _close_failed_capture(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream, pool: DevicePool) -> bool:
     """Ends a capture that failed inside, and everything that PyTorch keeps open for it.
 
     The first `capture_end` ends the capture on the stream; if the capture had become invalid it raises before
     the generators and allocators are told. Giving the graph an empty valid capture to end lets the same call
     run to its finish.
+
+    Returns:
+        Whether it was closed in an orderly way.
     """
     try:
         _end_capture(graph)
@@ -129,8 +134,9 @@ def _close_failed_capture(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream
             with contextlib.suppress(RuntimeError):
                 cuda_drop_pool(stream.device, pool.handle)
             pool.renew()
-            return
+            return False
     graph.reset()
+    return True
 
 
 def _end_capture(graph: torch.cuda.CUDAGraph) -> None:

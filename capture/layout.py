@@ -8,6 +8,7 @@ manager holds its lock from staging to the copy-out.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -84,10 +85,28 @@ def layout_of_example(leaf: InputLeaf, value: Any, device: torch.device) -> Leaf
         device,
         shape if getattr(spec, "shape", None) is None else spec.shape,  # type: ignore[attr-defined]
     )
+    if isinstance(spec, Rows):
+        _check_fill(layout, spec.fill)
     if isinstance(spec, Offsets) and layout.dtype not in _OFFSET_DTYPES:
         raise SpecError(f"{leaf.path} holds offsets, which must be int32 or int64, got {layout.dtype}")
     check_leaf(layout, tensor)
     return layout
+
+
+def _check_fill(layout: LeafLayout, fill: float) -> None:
+    """Raises SpecError for a fill that the leaf's dtype would change or refuse."""
+    if layout.dtype.is_floating_point or layout.dtype.is_complex:
+        limit = torch.finfo(layout.dtype).max
+        fits = not math.isfinite(fill) or abs(fill) <= limit
+    elif layout.dtype == torch.bool:
+        fits = fill in (0, 1)
+    else:
+        info = torch.iinfo(layout.dtype)
+        fits = math.isfinite(fill) and fill == int(fill) and info.min <= fill <= info.max
+    if not fits:
+        raise SpecError(
+            f"{layout.path} is {layout.dtype}, which cannot hold the fill {fill!r}: choose another fill"
+        )
 
 
 def check_leaf(layout: LeafLayout, value: Any) -> torch.Tensor:
@@ -121,6 +140,10 @@ def check_leaf(layout: LeafLayout, value: Any) -> torch.Tensor:
 def _require_tensor(path: str, value: Any) -> torch.Tensor:
     if not isinstance(value, torch.Tensor):
         raise CallError(f"{path} must be a tensor, got {type(value).__name__}")
+    if value.layout is not torch.strided or value.is_nested:
+        raise CallError(
+            f"{path} must be a dense tensor, got {'a nested one' if value.is_nested else value.layout}"
+        )
     return value
 
 
@@ -163,9 +186,13 @@ def _host_int(path: str, value: Any) -> int:
             f"{path} must be a Python int, got a tensor on {value.device}: reading it would wait for the device; "
             "keep the size on the host beside the tensor"
         )
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
-        raise CallError(f"{path} must be a Python int, got {value!r}")
-    if (size := int(value)) < 0:
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        size = operator.index(value)
+    except TypeError:
+        raise CallError(f"{path} must be a Python int, got {value!r}") from None
+    if size < 0:
         raise CallError(f"{path} must be zero or more, got {size}")
     return size
 
@@ -175,9 +202,9 @@ def example_for_bucket(
 ) -> torch.Tensor:
     """Values for one leaf at a bucket's full sizes, for warm-up and capture.
 
-    Rows repeat the example's rows, so that they are values the function can meet (integers only where `fits`: the
-    bucket holds the whole example); offsets cut the bucket's rows into its number of sequences, as evenly as its
-    longest sequence allows.
+    Rows repeat the example's rows, so that they are values the function can meet (integers only where `fits`:
+    the bucket holds the whole example); offsets cut the bucket's rows into its number of sequences, as evenly
+    as its longest sequence allows.
     """
     spec = layout.spec
     if isinstance(spec, Offsets):
@@ -185,14 +212,14 @@ def example_for_bucket(
         longest = min((bucket[inner] for inner, outer in within.items() if outer == spec.of), default=total)
         step = min(longest, -(-total // count)) if count else 0
         cuts = [min(index * step, total) for index in range(count + 1)]
-        return torch.tensor(cuts, dtype=layout.dtype).to(layout.device)
+        return torch.tensor(cuts, dtype=layout.dtype, device="cpu").to(layout.device)
     if isinstance(spec, Static):
         return example
     if not isinstance(spec, Rows):
         raise SpecError(f"{layout.path} has no rows to repeat")
     wanted, have = layout.length(bucket), example.shape[spec.axis]
-    # Integers may point at other rows, of which a smaller bucket has fewer than the example; the fill is a value that
-    # the function must take anyway.
+    # Integers may point at other rows, of which a smaller bucket has fewer than the example; the fill is a
+    # value that the function must take anyway.
     if have == 0 or not (fits or layout.dtype.is_floating_point or layout.dtype.is_complex):
         return torch.full(layout.full_shape(bucket), spec.fill, dtype=layout.dtype, device=layout.device)
     index = torch.arange(wanted, device=layout.device) % have
@@ -216,17 +243,25 @@ class SharedBuffers:
                 continue
             numel = max(layout.numel(bucket) for bucket in buckets)
             # Zeros, not empty: the padding of the first replay must not depend on what the allocator held
-            # before.
-            self._flat.append(torch.zeros(numel, dtype=layout.dtype, device=layout.device))
+            # before. And ordinary tensors even under inference mode: later calls write them, in whatever mode
+            # they come.
+            with torch.inference_mode(False):
+                self._flat.append(torch.zeros(numel, dtype=layout.dtype, device=layout.device))
+
+    @property
+    def storages(self) -> list[torch.Tensor]:
+        """The flat tensors."""
+        return [flat for flat in self._flat if flat is not None]
 
     @property
     def nbytes(self) -> int:
         """Bytes of all storages together."""
-        return sum(flat.numel() * flat.element_size() for flat in self._flat if flat is not None)
+        return sum(flat.numel() * flat.element_size() for flat in self.storages)
 
     def view(self, position: int, bucket: Bucket) -> torch.Tensor:
         """The contiguous view of one leaf at a bucket's sizes."""
         layout, flat = self._layouts[position], self._flat[position]
         if layout is None or flat is None:
             raise SpecError(f"leaf {position} is not a tensor and has no buffer")
-        return flat[: layout.numel(bucket)].view(layout.full_shape(bucket))
+        with torch.inference_mode(False):
+            return flat[: layout.numel(bucket)].view(layout.full_shape(bucket))

@@ -7,10 +7,10 @@ may call.
 
 from __future__ import annotations
 
-import contextlib
+import copy
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -18,11 +18,13 @@ from torch.utils import _pytree as pytree
 
 from .buckets import Bucket, BucketGrid
 from .capturing import Capturer, autocast_state
+from .constants import frozen_constant, same_constant
 from .cuda import CAPTURE_LOCK
 from .errors import CallError, CallGradientError, CaptureError, CaptureFailedError, SpecError
 from .graph import BucketGraph, allocate_outputs, copy_out, stage
 from .layout import LeafLayout, check_leaf, layout_of_example, sizes_of_leaves
-from .report import BucketReport, CallExplanation, Report
+from .progress import progress_bar
+from .report import CallExplanation, Report, bucket_report
 from .spec import Constant, Rows, Signature
 
 __all__ = ["CaptureManager"]
@@ -76,8 +78,8 @@ class CaptureManager:
         if isinstance(warmup, bool) or not isinstance(warmup, int) or warmup < 2:
             raise SpecError(f"warmup must be an integer of at least 2, got {warmup!r}")
         self._fn = fn
-        self._grid = buckets
         self._signature = Signature(inputs, outputs, buckets)
+        self._grid = self._signature.grid
         self._warmup = warmup
         self._lock = threading.RLock()
         # A replay cannot be traced into a compiled graph: torch.compile runs the call as it is.
@@ -92,10 +94,12 @@ class CaptureManager:
     def precompile(
         self, example: Mapping[str, Any], *, progress: bool = True, buckets: list[Bucket] | None = None
     ) -> CaptureManager:
-        """Captures every bucket, largest first. Called again, it captures all of them anew.
+        """Captures every bucket, largest first.
 
-        The state that the function changes (buffers, caches, random generators) is afterwards what it was
+        Called again, it drops what was captured, so that memory is not needed twice, and captures all of it
+        anew. The state that the function changes (buffers, caches, random generators) is afterwards what it was
         before.
+        Calls from other threads wait until it is done: what they changed meanwhile would be put back.
 
         Args:
             example: one real call's arguments, of any sizes: dtypes, trailing shapes, the device and constants
@@ -111,8 +115,11 @@ class CaptureManager:
         Raises:
             CallError: the example does not fit the declaration.
             OutputError: the function returns something other than declared.
-            CaptureFailedError: a bucket could not be captured; those before it are kept and work.
+            CaptureFailedError: a bucket could not be captured; those that this call captured before it are kept
+                and work.
         """
+        if not isinstance(example, Mapping):
+            raise CallError(f"example must map the declared names to one call's arguments, got {example!r}")
         leaves = self._signature.bind((), example)
         self._refuse_gradients(leaves)
         sizes = sizes_of_leaves(self._signature.inputs, leaves)
@@ -126,22 +133,21 @@ class CaptureManager:
         if not chosen or any(bucket not in self._grid.buckets for bucket in chosen):
             raise SpecError(f"buckets must be some of the grid's {len(self._grid)} buckets, got {buckets}")
         # The capture lock comes first, as everywhere, so that a function which calls another manager cannot
-        # deadlock with it. Buffers made here are written by every later call, so they must not be inference
-        # tensors.
-        with CAPTURE_LOCK, self._lock, torch.inference_mode(False), torch.no_grad():
+        # deadlock with it.
+        with CAPTURE_LOCK, self._lock, torch.no_grad():
             self._drop_graphs()
             self._layouts = layouts
             self._constants = {
-                position: value
+                position: frozen_constant(leaf.path, value)
                 for position, (leaf, value) in enumerate(zip(self._signature.inputs, leaves, strict=True))
                 if isinstance(leaf.spec, Constant)
             }
-            self._capturer = Capturer(self._fn, self._signature, layouts, chosen, device, self._warmup)
+            self._capturer = Capturer(self._fn, self._signature, layouts, chosen, device, self._warmup, leaves)
             order = sorted(chosen, key=lambda b: tuple(b[name] for name in self._grid.names), reverse=True)
-            with self._capturer.state_preserved(), _progress(progress, len(order)) as advance:
+            with self._capturer.state_preserved(), progress_bar(progress, len(order)) as advance:
                 for bucket in order:
                     try:
-                        self._graphs[bucket] = self._capturer.capture(bucket, leaves)
+                        self._graphs[bucket] = self._capturer.capture(bucket)
                     except Exception as error:
                         raise CaptureFailedError(
                             f"{bucket} could not be captured ({type(error).__name__}: {error}); "
@@ -169,10 +175,13 @@ class CaptureManager:
         leaves = self._signature.bind(args, kwargs)
         with self._lock:
             sizes, bucket, reason = self._resolve(leaves)
-            self._calls += 1
             if bucket is not None and not reason:
                 return self._replay(self._graphs[bucket], leaves, sizes)
+            self._calls += 1
             self._misses[reason.partition(":")[0]] += 1
+            written = self._capturer.written if self._capturer is not None else ()
+            for position in written:
+                leaves[position] = leaves[position].clone()
         # Outside the lock: a function on its own needs none of the manager's storage.
         with torch.no_grad():
             return self._fn(**self._signature.arguments(leaves))
@@ -197,7 +206,11 @@ class CaptureManager:
     def report(self) -> Report:
         """Hits, misses, padding, bytes and times so far."""
         with self._lock:
-            rows = tuple(self._bucket_report(self._graphs[b]) for b in self._grid.buckets if b in self._graphs)
+            rows = tuple(
+                bucket_report(self._graphs[b], self._grid.within)
+                for b in self._grid.buckets
+                if b in self._graphs
+            )
             capturer = self._capturer
             return Report(
                 device=str(capturer.device) if capturer else None,
@@ -240,13 +253,18 @@ class CaptureManager:
         if layouts is None:
             return sizes, None, "not precompiled"
         for position, value in self._constants.items():
-            if not _same_constant(value, leaves[position]):
-                return sizes, None, f"constant changed: {self._signature.inputs[position].path}"
+            path = self._signature.inputs[position].path
+            if not same_constant(value, leaves[position]):
+                return sizes, None, f"constant changed: {path}"
         bucket = self._grid.choose(sizes)
         if bucket is None:
             return sizes, None, f"beyond the grid: {self._grid.why_none(sizes)}"
         if bucket not in self._graphs:
-            return sizes, bucket, f"not captured: {bucket}"
+            larger = (b for b in self._grid.buckets if b in self._graphs and self._grid.holds(b, sizes))
+            found = next(larger, None)
+            if found is None:
+                return sizes, bucket, f"not captured: {bucket}"
+            bucket = found
         capturer = self._require_capturer()
         if capturer.inside_another_capture():
             return sizes, bucket, "inside another capture: the function becomes part of it"
@@ -266,31 +284,13 @@ class CaptureManager:
 
         with torch.no_grad():
             capturer.on_owner_stream(work)
+        self._calls += 1
         graph.count(sizes)
         values = [
-            plan.value if plan.layout is None else result
+            copy.deepcopy(plan.value) if plan.layout is None else result
             for plan, result in zip(graph.plans, results, strict=True)
         ]
         return pytree.tree_unflatten(values, self._signature.output_tree)
-
-    def _bucket_report(self, graph: BucketGraph) -> BucketReport:
-        padding = {
-            name: (1 - graph.real.get(name, 0) / (graph.hits * size)) if graph.hits and size else 0.0
-            for name, size in graph.bucket.items()
-            if name not in self._grid.within
-        }
-        return BucketReport(
-            bucket=dict(graph.bucket),
-            hits=graph.hits,
-            padding=padding,
-            static_bytes=sum(
-                t.numel() * t.element_size() for t in (*graph.inputs, *graph.outputs) if t is not None
-            ),
-            pool_bytes=graph.pool_bytes,
-            capture_seconds=graph.capture_seconds,
-            replay_seconds=graph.replay_seconds,
-            nodes=getattr(graph.graph, "num_operations", None),
-        )
 
     def _require_capturer(self) -> Capturer:
         if self._capturer is None:
@@ -298,6 +298,8 @@ class CaptureManager:
         return self._capturer
 
     def _drop_graphs(self) -> None:
+        if self._capturer is not None:
+            self._capturer.settle()
         for graph in self._graphs.values():
             graph.graph.reset()
         self._graphs.clear()
@@ -332,22 +334,3 @@ class CaptureManager:
                     f"{leaf.path} needs a gradient, and a replay records none: pass {leaf.path}.detach(), or call "
                     "under torch.no_grad() or torch.inference_mode(); for training call the function itself"
                 )
-
-
-def _same_constant(expected: Any, value: Any) -> bool:
-    if isinstance(expected, torch.Tensor) or isinstance(value, torch.Tensor):
-        return expected is value
-    return type(expected) is type(value) and bool(expected == value)
-
-
-@contextlib.contextmanager
-def _progress(show: bool, total: int) -> Iterator[Callable[[Bucket], None]]:
-    if not show:
-        yield lambda bucket: None
-        return
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns) as bar:
-        task = bar.add_task("capturing", total=total)
-        yield lambda bucket: bar.update(task, advance=1, description=f"captured {dict(bucket)}")

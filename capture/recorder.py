@@ -4,7 +4,8 @@ It exists so that the bugs of graph capture show in tests without a GPU. A repla
 on the tensors of the recorded run: Python is not run again, sizes do not change, a parameter that was replaced
 is not noticed. Before each replay every intermediate is filled with NaN (integers with a large value), so that
 an operation which reads what no recorded operation wrote shows at once; so is memory that the function took
-from outside and that nobody else holds any more, since on a GPU it would be somebody else's by then.
+from outside and that nobody else holds any more, since on a GPU it would be somebody else's by then. Memory
+that torch borrows from an array is left alone.
 
 Refused, with the operation's name: scalars and arrays read from tensors, shapes that depend on data, tensors
 made from Python data or arrays, and in-place changes of a tensor's shape or storage. It does not test compiled
@@ -14,7 +15,7 @@ code: compiled functions are run eagerly while recording.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ._compat import storage_use_count
 from .errors import NotCapturableError
 
-__all__ = ["Recording", "poison"]
+__all__ = ["OutsideMemory", "Recording", "poison"]
 
 logger = logging.getLogger(__name__)
 
@@ -84,13 +85,17 @@ class Recording:
         NotCapturableError: the function does something that a replay cannot repeat.
     """
 
-    def __init__(self, fn: Callable[[], object], keep: list[torch.Tensor]) -> None:
+    def __init__(
+        self, fn: Callable[[], object], keep: list[torch.Tensor], outside: OutsideMemory | None = None
+    ) -> None:
         tape = _Tape(keep)
         with torch.no_grad(), torch.compiler.set_stance("force_eager"), _FunctionRules(), tape:
             fn()
         self._steps = tape.steps
         self._intermediates = tape.intermediates
-        self._external = tape.external_storages()
+        self._outside = outside if outside is not None else OutsideMemory()
+        self._counts = tape.own_references()
+        self._outside.add(tape.outside, self._counts)
         tape.release()
 
     @property
@@ -102,9 +107,7 @@ class Recording:
         """Runs the recorded operations again, after poisoning what they must not read."""
         for tensor in self._intermediates:
             poison(tensor)
-        for holder, own in self._external:
-            if storage_use_count(holder.untyped_storage()) <= own:
-                poison(holder)
+        self._outside.poison_dead(self._counts)
         # Inference mode may write both to ordinary tensors and to inference tensors that the function took from
         # outside.
         with torch.inference_mode():
@@ -119,7 +122,42 @@ class Recording:
         """Drops everything recorded."""
         self._steps = []
         self._intermediates = []
-        self._external = []
+        self._outside.remove(self._counts)
+        self._counts = {}
+
+
+class OutsideMemory:
+    """Storages that recordings took from outside, with the references that the recordings themselves hold.
+
+    The recordings of one manager share it: what another bucket's recording holds, nobody else need hold.
+    """
+
+    def __init__(self) -> None:
+        self._holders: dict[int, torch.Tensor] = {}
+        self._counts: dict[int, int] = {}
+
+    def add(self, holders: dict[int, torch.Tensor], counts: dict[int, int]) -> None:
+        """Takes in a recording's outside tensors and how many references it holds to each."""
+        for key, holder in holders.items():
+            self._holders.setdefault(key, holder)
+            self._counts[key] = self._counts.get(key, 0) + counts[key]
+
+    def remove(self, counts: dict[int, int]) -> None:
+        """Forgets a recording's references."""
+        for key, count in counts.items():
+            self._counts[key] -= count
+            if self._counts[key] <= 0:
+                del self._counts[key], self._holders[key]
+
+    def poison_dead(self, keys: Iterable[int]) -> None:
+        """Fills those of the storages with NaN that nobody but recordings holds any more."""
+        for key in keys:
+            holder = self._holders[key]
+            storage = holder.untyped_storage()
+            # Memory that torch only borrows (an array's) may have an owner that torch doesn't count. Two
+            # references are the holder here and the storage object that asks.
+            if storage.resizable() and storage_use_count(storage) <= self._counts[key] + 2:
+                poison(holder)
 
 
 class _FunctionRules(TorchFunctionMode):
@@ -152,7 +190,7 @@ class _Tape(TorchDispatchMode):
         self.intermediates: list[torch.Tensor] = []
         self._kept = {_key(tensor) for tensor in keep}
         self._own: set[int] = set()
-        self._outside: dict[int, torch.Tensor] = {}
+        self.outside: dict[int, torch.Tensor] = {}
         self._live: list[torch.Tensor] = []
 
     def __torch_dispatch__(
@@ -167,8 +205,8 @@ class _Tape(TorchDispatchMode):
         for tensor in given:
             if isinstance(tensor, torch.Tensor):
                 key = _key(tensor)
-                if key not in self._own and key not in self._kept and key not in self._outside:
-                    self._outside[key] = tensor.detach()
+                if key not in self._own and key not in self._kept and key not in self.outside:
+                    self.outside[key] = tensor.detach()
         frozen_args, frozen_kwargs = pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, (args, kwargs))
         outputs = func(*args, **kwargs)
         fresh = []
@@ -186,25 +224,21 @@ class _Tape(TorchDispatchMode):
             self.steps.append(_Step(func, frozen_args, frozen_kwargs, tuple(fresh)))
         return outputs
 
-    def external_storages(self) -> list[tuple[torch.Tensor, int]]:
-        """Each outside storage with the number of references to it that belong to the recording."""
-        return list(self._count_own())
-
-    def _count_own(self) -> list[tuple[torch.Tensor, int]]:
-        counts = dict.fromkeys(self._outside, 1)  # the holder itself
+    def own_references(self) -> dict[int, int]:
+        """How many references the recorded steps hold to each outside storage."""
+        counts = dict.fromkeys(self.outside, 0)
         seen: set[int] = set()
         for step in self.steps:
             for leaf in pytree.tree_leaves((step.args, step.kwargs, [tensor for _, tensor in step.fresh])):
                 if isinstance(leaf, torch.Tensor) and _key(leaf) in counts and id(leaf) not in seen:
                     seen.add(id(leaf))
                     counts[_key(leaf)] += 1
-        # The temporary storage object that asks for the count is a reference, too.
-        return [(self._outside[key], count + 1) for key, count in counts.items()]
+        return counts
 
     def release(self) -> None:
         """Lets go of what only the recording of the run needed."""
         self._live.clear()
-        self._outside.clear()
+        self.outside = {}
 
 
 def _key(tensor: torch.Tensor) -> int:
@@ -245,7 +279,8 @@ def _refuse(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             f"{name} is indexed by a boolean mask, so its shape depends on data: use torch.where, or integer "
             "positions computed before"
         )
-    if torch.Tag.dynamic_output_shape in tags and not base.startswith(("index", "_unsafe_index")):
+    fixed = base.startswith(("index", "_unsafe_index")) or kwargs.get("output_size") is not None
+    if torch.Tag.dynamic_output_shape in tags and not fixed:
         raise NotCapturableError(
             f"{name} gives an output whose shape depends on data, which a replay cannot repeat: compute it before "
             "and pass the result in, or use a form of fixed size"

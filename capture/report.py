@@ -6,14 +6,16 @@ per bucket hits, padding, bytes and replay time, and every kind of miss. As a ta
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 
-__all__ = ["BucketReport", "CallExplanation", "Report"]
+from .graph import BucketGraph
+
+__all__ = ["BucketReport", "CallExplanation", "Report", "bucket_report"]
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,26 @@ class BucketReport:
     capture_seconds: float
     replay_seconds: float
     nodes: int | None
+
+
+def bucket_report(graph: BucketGraph, without: Collection[str]) -> BucketReport:
+    """The account of one captured bucket; sizes in `without` aren't padded and have no share."""
+    padding = {
+        name: (1 - graph.real.get(name, 0) / (graph.hits * size)) if graph.hits and size else 0.0
+        for name, size in graph.bucket.items()
+        if name not in without
+    }
+    tensors = [tensor for tensor in (*graph.inputs, *graph.outputs) if tensor is not None]
+    return BucketReport(
+        bucket=dict(graph.bucket),
+        hits=graph.hits,
+        padding=padding,
+        static_bytes=sum(tensor.numel() * tensor.element_size() for tensor in tensors),
+        pool_bytes=graph.pool_bytes,
+        capture_seconds=graph.capture_seconds,
+        replay_seconds=graph.replay_seconds,
+        nodes=getattr(graph.graph, "num_operations", None),
+    )
 
 
 @dataclass(frozen=True)

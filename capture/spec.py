@@ -103,6 +103,8 @@ def rows(
         raise SpecError(f"rows({dim!r}): per must be an integer of at least 1, got {per!r}")
     if isinstance(axis, bool) or not isinstance(axis, int) or axis < 0:
         raise SpecError(f"rows({dim!r}): axis must be an integer of at least 0, got {axis!r}")
+    if not isinstance(fill, (bool, int, float)):
+        raise SpecError(f"rows({dim!r}): fill must be a number, got {fill!r}")
     return Rows(_name(dim, "rows"), per, axis, fill, dtype, None if shape is None else tuple(shape))
 
 
@@ -183,14 +185,34 @@ class Signature:
             for path, leaf in flat:
                 where = name + pytree.keystr(path)
                 if not isinstance(leaf, Spec):
-                    raise SpecError(f"input {where} must be a spec such as rows('tokens'), got {leaf!r}")
+                    raise SpecError(
+                        f"input {where} must be a spec such as rows('tokens'), got {leaf!r}; dataclasses "
+                        "must be registered as pytrees to hold specs"
+                    )
                 leaves.append(InputLeaf(where, leaf))
         self.inputs: tuple[InputLeaf, ...] = tuple(leaves)
         flat_out, self.output_tree = pytree.tree_flatten_with_path(outputs, is_leaf=_is_leaf)
         self.outputs: tuple[Spec | None, ...] = tuple(leaf for _, leaf in flat_out)
         self.output_paths: tuple[str, ...] = tuple("output" + pytree.keystr(path) for path, _ in flat_out)
-        self.grid = grid
+        self.grid = self._grid_for(grid)
         self._check_names()
+
+    def _grid_for(self, grid: BucketGrid) -> BucketGrid:
+        """The grid, without its `within` where the inner size is one that tensors have.
+
+        A size that tensors have must never be taken for less than it is.
+        """
+        every = [leaf.spec for leaf in self.inputs] + [spec for spec in self.outputs if spec is not None]
+        of_tensors = {spec.dim for spec in every if isinstance(spec, (Rows, Offsets))}
+        clash = sorted(of_tensors & grid.within.keys())
+        if not clash:
+            return grid
+        if not grid.within_is_default:
+            raise SpecError(
+                f"the grid says that {clash[0]!r} lies within {grid.within[clash[0]]!r}, but rows or offsets have "
+                "that size: within is for lengths that are given by bucket_size alone"
+            )
+        return grid.without_within()
 
     def _check_names(self) -> None:
         known, given = set(self.grid.names), set()

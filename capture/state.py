@@ -1,124 +1,164 @@
 """Leaves the user's state as it was: what warm-up and capture run, they may change, and this puts it back.
 
-Snapshots cover the random generators and every tensor that the function can reach without being asked: buffers
-of modules, tensors in attributes, closures, defaults and the globals that the code names. Parameters are left
-out (a forward pass does not write them, and they are the bulk of a model).
+Writes are found in three ways. Operations that declare what they write are watched while the function first
+runs, and what they are about to write is copied, wherever it lives. What writes without saying so (batch
+normalisation's statistics, kernels launched by hand) is found by comparing the small tensors that the function
+can reach before and after. And tensors that the function binds anew to an attribute, a list or a global are put
+back where they were.
 """
 
 from __future__ import annotations
 
-import functools
-import types
-from collections.abc import Callable, Iterator
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["StateSnapshot", "reachable_tensors"]
+from .errors import NotCapturableError
+from .reach import Reach
 
-# Enough for an engine object that holds a model that holds its caches; a bound keeps a stray reference to half
-# of the process cheap.
-_MAX_DEPTH = 6
-_MAX_OBJECTS = 200_000
-_MODULE_TABLES = frozenset({"_buffers", "_modules", "_parameters"})
-_CONTAINERS = (list, tuple, set, frozenset)
-_LEAVES = (str, bytes, int, float, complex, bool, type(None), types.ModuleType, type, torch.dtype, torch.device)
+__all__ = ["StateSnapshot"]
 
-
-def reachable_tensors(fn: Callable[..., Any]) -> Iterator[torch.Tensor]:
-    """Every tensor, parameters excepted, that `fn` can reach on its own, each once."""
-    seen: set[int] = set()
-    stack: list[tuple[Any, int]] = [(fn, 0)]
-    while stack and len(seen) < _MAX_OBJECTS:
-        node, depth = stack.pop()
-        if isinstance(node, _LEAVES) or id(node) in seen:
-            continue
-        seen.add(id(node))
-        if isinstance(node, torch.nn.Parameter):
-            continue
-        if isinstance(node, torch.Tensor):
-            yield node
-            continue
-        if depth < _MAX_DEPTH and not getattr(type(node), "holds_captured_graphs", False):
-            stack.extend((child, depth + 1) for child in _children(node))
-
-
-def _children(node: Any) -> Iterator[Any]:
-    if isinstance(node, torch.nn.Module):
-        # All its submodules at once: a model nests deeper than the bound on depth.
-        for module in node.modules():
-            yield from module._buffers.values()
-            yield from (value for name, value in vars(module).items() if name not in _MODULE_TABLES)
-    elif isinstance(node, dict):
-        yield from list(node.values())
-    elif isinstance(node, _CONTAINERS):
-        yield from node
-    elif isinstance(node, functools.partial):
-        yield from (node.func, node.args, node.keywords)
-    elif isinstance(node, types.MethodType):
-        yield from (node.__self__, node.__func__)
-    elif isinstance(node, types.FunctionType):
-        for cell in node.__closure__ or ():
-            try:
-                yield cell.cell_contents
-            except ValueError:  # a cell that its function has not filled yet
-                continue
-        yield from (node.__defaults__ or ())
-        yield from (node.__kwdefaults__ or {}).values()
-        yield from (node.__globals__[name] for name in node.__code__.co_names if name in node.__globals__)
-        if hasattr(node, "__wrapped__"):
-            yield node.__wrapped__
-    else:
-        yield from list(getattr(node, "__dict__", {}).values())
-
-
-def _is_writable(tensor: torch.Tensor) -> bool:
-    """Whether a function could have written it in place:
-
-    plain memory in which each element has a place of its own.
-    """
-    if tensor.layout is not torch.strided or tensor.device.type == "meta" or tensor.numel() == 0:
-        return False
-    return all(stride != 0 or size == 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+# Tensors up to this size are compared; statistics and counters are far smaller, caches (whose writes are
+# declared) larger.
+_COMPARED_BYTES = 16 << 20
 
 
 class StateSnapshot:
-    """The random generators' states and the reachable tensors' values, as they are now.
+    """The state that a function may change, as it is now.
 
     Args:
-        fn: the function whose reach counts.
+        fn: the function.
         device: the device that it runs on; its generator is kept beside the CPU's.
+        others: whatever else it is given and may change, such as constant tensors.
+        inputs: tensors that are the manager's own and nobody's state.
     """
 
-    def __init__(self, fn: Callable[..., Any], device: torch.device) -> None:
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        device: torch.device,
+        others: Sequence[Any],
+        inputs: Sequence[torch.Tensor],
+    ) -> None:
         self._device = device
+        self._reach = Reach((fn, list(others)))
         self._cpu_state = torch.get_rng_state()
         self._cuda_state = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-        self._saved: list[tuple[torch.Tensor, torch.Tensor]] = []
-        done: set[tuple[int, int]] = set()
-        with torch.no_grad():
-            for tensor in reachable_tensors(fn):
-                if not _is_writable(tensor):
-                    continue
-                key = (tensor.data_ptr(), tensor.numel())
-                if key not in done:
-                    done.add(key)
-                    self._saved.append((tensor.detach(), self._copy(tensor)))
+        self._generators = [(generator, generator.get_state()) for generator in self._reach.generators]
+        self._ignored = {_key(tensor) for tensor in inputs}
+        self._written: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._compared: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        for tensor in self._reach.tensors:
+            memory = _memory(tensor)
+            if memory is not None and memory.numel() <= _COMPARED_BYTES and _key(tensor) not in self._ignored:
+                self._compared.setdefault(_key(tensor), (memory, memory.clone()))
 
-    @staticmethod
-    def _copy(tensor: torch.Tensor) -> torch.Tensor:
-        try:
-            return tensor.detach().clone()
-        except torch.cuda.OutOfMemoryError:
-            # A cache that fills the device: its copy waits in host memory instead.
-            return tensor.detach().cpu()
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Notes what the body writes.
+
+        Raises:
+            NotCapturableError: the body bound a tensor anew where another tensor was.
+        """
+        with _Watch(self._about_to_write):
+            yield
+        for key, (memory, saved) in list(self._compared.items()):
+            if key not in self._written and not torch.equal(memory, saved):
+                self._written[key] = (memory, saved)
+        rebound = self._reach.rebound()
+        if rebound:
+            raise NotCapturableError(
+                f"the function sets {rebound[0]} to another tensor, and a replay runs no Python: it would go on with "
+                "the tensor of the capture; write into the tensor that is there, with copy_ or an in-place operation"
+            )
 
     def restore(self) -> None:
-        """Puts generators and tensors back."""
+        """Puts bindings, values and generators back; tensors that nobody wrote are not touched."""
+        self._reach.rebind()
         # Inference mode, since some of the tensors may be inference tensors, which nothing else may write.
         with torch.inference_mode():
-            for tensor, saved in self._saved:
-                tensor.copy_(saved)
+            for memory, saved in self._written.values():
+                memory.copy_(saved)
         torch.set_rng_state(self._cpu_state)
         if self._cuda_state is not None:
             torch.cuda.set_rng_state(self._cuda_state, self._device)
+        for generator, state in self._generators:
+            generator.set_state(state)
+
+    def _about_to_write(self, tensor: torch.Tensor) -> None:
+        key = _key(tensor)
+        if key in self._ignored or key in self._written:
+            return
+        memory = _memory(tensor)
+        if memory is not None:
+            compared = self._compared.get(key)
+            self._written[key] = compared or (memory, _copy(memory))
+
+
+class _Watch(TorchDispatchMode):
+    """Tells of each tensor that an operation is about to write and that no operation under it made."""
+
+    def __init__(self, tell: Callable[[torch.Tensor], None]) -> None:
+        super().__init__()
+        self._tell = tell
+        self._made: dict[int, torch.Tensor] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        schema = func._schema
+        if schema.is_mutable:
+            for position, argument in enumerate(schema.arguments):
+                if argument.alias_info is None or not argument.alias_info.is_write:
+                    continue
+                value = args[position] if position < len(args) else kwargs.get(argument.name)
+                for leaf in pytree.tree_leaves(value):
+                    if isinstance(leaf, torch.Tensor) and _key(leaf) not in self._made:
+                        self._tell(leaf)
+        outputs = func(*args, **kwargs)
+        read = {_key(leaf) for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}
+        for leaf in pytree.tree_leaves(outputs):
+            if isinstance(leaf, torch.Tensor) and _key(leaf) not in read:
+                self._made.setdefault(_key(leaf), leaf)  # held, so that no other tensor gets its key
+        return outputs
+
+
+def _key(tensor: torch.Tensor) -> int:
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except (
+        NotImplementedError,
+        RuntimeError,
+        ValueError,
+    ):  # no storage of its own: sparse, nested, not yet made
+        return id(tensor)
+
+
+def _memory(tensor: torch.Tensor) -> torch.Tensor | None:
+    """All bytes of a tensor's storage, or None where it has none that a function could write."""
+    if tensor.device.type not in ("cpu", "cuda"):
+        return None
+    try:
+        storage = tensor.untyped_storage()
+    except (NotImplementedError, RuntimeError, ValueError):
+        return None
+    if storage.nbytes() == 0:
+        return None
+    try:
+        with torch.inference_mode(tensor.is_inference()):
+            return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
+    except RuntimeError:  # a fake tensor's memory is nowhere
+        return None
+
+
+def _copy(memory: torch.Tensor) -> torch.Tensor:
+    try:
+        return memory.clone()
+    except torch.cuda.OutOfMemoryError:
+        # A cache that fills the device: its copy waits in host memory instead.
+        return memory.cpu()

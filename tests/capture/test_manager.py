@@ -284,15 +284,17 @@ def test_before_precompile_and_after_close_calls_run_eagerly() -> None:
     assert (report.hits, report.misses) == (1, {"not precompiled": 2})
 
 
-def test_only_some_buckets_can_be_captured_and_the_others_miss() -> None:
-    grid = BucketGrid(n=(4, 8))
+def test_where_only_some_buckets_are_captured_the_least_that_holds_a_call_serves_it() -> None:
+    grid = BucketGrid(n=(4, 8, 16))
     manager = CaptureManager(lambda x: x * 2, inputs={"x": rows("n")}, outputs=rows("n"), buckets=grid)
     manager.precompile({"x": torch.zeros(2)}, progress=False, buckets=[grid.buckets[1]])
-    assert manager.explain_call(x=torch.ones(3)).reason.startswith("not captured")
+    assert manager.explain_call(x=torch.ones(3)).bucket == Bucket(n=8)
     assert manager(x=torch.ones(3)).tolist() == [2.0] * 3
     assert manager(x=torch.ones(5)).tolist() == [2.0] * 5
-    assert manager.report().hits == 1
-    with pytest.raises(SpecError, match="some of the grid's 2 buckets"):
+    assert manager.report().hits == 2
+    assert manager.explain_call(x=torch.ones(9)).reason.startswith("not captured")
+    assert manager(x=torch.ones(9)).tolist() == [2.0] * 9
+    with pytest.raises(SpecError, match="some of the grid's 3 buckets"):
         manager.precompile({"x": torch.zeros(2)}, progress=False, buckets=[Bucket(n=5)])
 
 
@@ -307,8 +309,8 @@ def test_a_failed_capture_names_bucket_and_cause_and_leaves_the_others() -> None
     assert caught.value.bucket == Bucket(n=4)
     assert isinstance(caught.value.__cause__, NotCapturableError)
     assert manager(x=torch.ones(6)).tolist() == [2.0] * 6
-    assert manager(x=torch.ones(3)).tolist() == [3.0] * 3
-    assert manager.report().hits == 1
+    assert manager(x=torch.ones(3)).tolist() == [2.0] * 3  # the larger bucket's graph serves it
+    assert manager.report().hits == 2
 
 
 @pytest.mark.parametrize(
