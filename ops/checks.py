@@ -7,6 +7,7 @@ where the values are on the host; kernels record it in the error flag otherwise.
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 
 from mmgraph.ops.errors import ArgumentError, CountMismatchError, DataError, GradientError
@@ -16,6 +17,16 @@ _ID_DTYPES = (torch.int64, torch.int32)
 
 def _kind(tensor: torch.Tensor) -> str:
     return f"{tensor.dtype} {list(tensor.shape)}"
+
+
+def check_tensors(op: str, **arguments: Any) -> None:
+    """Raise ArgumentError unless every argument is a tensor; the name and type of the first other one are given."""
+    for name, value in arguments.items():
+        if not isinstance(value, torch.Tensor):
+            remedy = (
+                "make it with torch.as_tensor" if isinstance(value, (list, tuple, np.ndarray)) else "pass one"
+            )
+            raise ArgumentError(f"{op}: {name} must be a torch.Tensor, got {type(value).__name__}; {remedy}.")
 
 
 def refuse_gradients(op: str, remedy: str, *tensors: torch.Tensor) -> None:

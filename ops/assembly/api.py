@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import torch
 
+from mmgraph.ops import checks
 from mmgraph.ops.errors import ArgumentError
 from mmgraph.ops.registration import overload
 from mmgraph.ops.row_map import RowMap
@@ -61,6 +62,7 @@ def assemble_embeddings(
         DataError: On CPU, a value of ``row_map`` (or, with ``strict``, an id) is out of range. On CUDA such rows come
             out as zeros (ids: clamped) and ``check_errors`` raises it.
     """
+    checks.check_tensors("assemble_embeddings", input_ids=input_ids, table=table, pool=pool)
     index = _map_tensor(row_map, pool)
     if torch.is_grad_enabled() and (table.requires_grad or pool.requires_grad):
         return _assemble_autograd(input_ids, table, pool, index, strict)
@@ -91,6 +93,7 @@ def assemble_embeddings_out(
         GradientError: An input or ``out`` needs a gradient, which this form doesn't have.
         DataError: As for ``assemble_embeddings``; on CPU ``out`` is then untouched.
     """
+    checks.check_tensors("assemble_embeddings_out", input_ids=input_ids, table=table, pool=pool, out=out)
     _assemble_out(input_ids, table, pool, _map_tensor(row_map, pool), strict, out=out)
 
 
@@ -115,6 +118,7 @@ def merge_embeddings(
         ArgumentError: A shape, dtype or device doesn't fit.
         CountMismatchError: Placeholders and feature rows differ in number.
     """
+    checks.check_tensors("merge_embeddings", embeds=embeds, mask=mask, features=features)
     if torch.is_grad_enabled() and (embeds.requires_grad or features.requires_grad):
         return _merge_autograd(embeds, mask, features, num_placeholders)
     return _merge(embeds, mask, features, num_placeholders)
@@ -141,6 +145,7 @@ def deepstack_add(
         DataError: On CPU, a value of ``row_map`` is out of range. On CUDA nothing is added to such rows and
             ``check_errors`` raises it.
     """
+    checks.check_tensors("deepstack_add", hidden=hidden, pool=pool)
     index = _map_tensor(row_map, pool)
     if torch.is_grad_enabled() and (hidden.requires_grad or pool.requires_grad):
         return _deepstack_autograd(hidden, pool, index, level)

@@ -32,6 +32,18 @@ def good():
         ({"row_map": MAP.long()}, ops.ArgumentError, "row_map must be a one-dimensional int32"),
         ({"row_map": MAP[:2]}, ops.ArgumentError, "one entry per row, 3, got 2"),
         ({"row_map": MAP.numpy()}, ops.ArgumentError, "RowMap or an int32 tensor, got ndarray"),
+        (
+            {"input_ids": IDS.tolist()},
+            ops.ArgumentError,
+            r"input_ids must be a torch\.Tensor, got list; make it with",
+        ),
+        (
+            {"table": TABLE.numpy()},
+            ops.ArgumentError,
+            r"table must be a torch\.Tensor, got ndarray; make it with",
+        ),
+        ({"table": torch.nn.Embedding(4, 2)}, ops.ArgumentError, r"table must be a .*got Embedding; pass one"),
+        ({"pool": None}, ops.ArgumentError, r"pool must be a torch\.Tensor, got NoneType; pass one"),
         ({"row_map": MAP + 1}, ops.DataError, "row 1 has 3"),
         ({"row_map": MAP - 1}, ops.DataError, "row 0 has -2"),
         ({"pool": POOL.to("meta")}, ops.ArgumentError, "pool on meta"),
@@ -60,6 +72,7 @@ def test_assemble_refuses(change, error, words):
     [
         (torch.empty(4, 2), r"shape \[3, 2\], got \[4, 2\]"),
         (torch.empty(3, 2, dtype=torch.float64), "table's dtype"),
+        ([[0.0, 0.0]] * 3, r"out must be a torch\.Tensor, got list"),
         (TABLE[:3], "overlaps table"),
         (POOL, "overlaps pool"),
         (
@@ -130,6 +143,9 @@ MASK = torch.tensor([True, False, True, False])
         (TABLE, MASK, POOL[:2].reshape(4, 1), None, ops.ArgumentError, "as wide as embeds rows, 2, got 1"),
         (TABLE, MASK[:3], POOL[:2], None, ops.ArgumentError, "one entry per row, 4, got 3"),
         (TABLE, MASK.int(), POOL[:2], None, ops.ArgumentError, "bool tensor"),
+        (TABLE.tolist(), MASK, POOL[:2], None, ops.ArgumentError, "embeds must be a .* got list"),
+        (TABLE, MASK.tolist(), POOL[:2], None, ops.ArgumentError, "mask must be a .* got list"),
+        (TABLE, MASK, tuple(POOL[:2]), None, ops.ArgumentError, "features must be a .* got tuple; make it"),
         (TABLE, MASK, POOL[:2].long(), None, ops.ArgumentError, "features must be a floating-point"),
         (TABLE[:0], MASK[:0], POOL[:1], None, ops.CountMismatchError, "0 placeholders but 1 feature"),
     ],
@@ -148,6 +164,8 @@ def test_merge_refuses(embeds, mask, features, count, error, words):
         (POOL.reshape(2, 3), MAP, 0, ops.ArgumentError, "multiple of hidden width 2, got 3"),
         (POOL, MAP[:1], 0, ops.ArgumentError, "one entry per row"),
         (POOL, MAP + 1, 0, ops.DataError, "deepstack_add: row_map values"),
+        (POOL.tolist(), MAP, 0, ops.ArgumentError, "deepstack_add: pool must be a .* got list"),
+        (POOL, MAP.tolist(), 0, ops.ArgumentError, "RowMap or an int32 tensor, got list"),
     ],
 )
 def test_deepstack_refuses(pool, row_map, level, error, words):

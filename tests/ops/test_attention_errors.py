@@ -38,6 +38,10 @@ def cu(*values):
         ({"cu_seqlens": cu(1, 5)}, ops.DataError, "must start at 0, got 1"),
         ({"cu_seqlens": cu(0, 3, 2, 5)}, ops.DataError, "must not decrease, got 3 then 2 at entry 2"),
         ({"cu_seqlens": cu(0, 3, 7)}, ops.DataError, "ends at 7 but there are 6 tokens"),
+        ({"q": [Q]}, ops.ArgumentError, r"q must be a torch\.Tensor, got list; make it with torch\.as_tensor"),
+        ({"k": None}, ops.ArgumentError, r"k must be a torch\.Tensor, got NoneType; pass one"),
+        ({"v": KV.numpy()}, ops.ArgumentError, r"v must be a torch\.Tensor, got ndarray"),
+        ({"cu_seqlens": [0, 2, 5]}, ops.ArgumentError, r"cu_seqlens must be a torch\.Tensor, got list"),
         ({"max_seqlen": 2}, ops.DataError, "longest sequence has 3 tokens but max_seqlen is 2"),
         ({"max_seqlen": -1}, ops.ArgumentError, "must not be negative"),
         ({"max_seqlen": torch.tensor(3)}, ops.ArgumentError, "would synchronise"),
@@ -51,7 +55,7 @@ def cu(*values):
 @pytest.mark.parametrize("gradient", [False, True])
 def test_attention_refuses(change, error, words, gradient):
     arguments = {"q": Q, "k": KV, "v": KV, "cu_seqlens": CU, "max_seqlen": 3} | change
-    if gradient and arguments["q"].is_floating_point():
+    if gradient and isinstance(arguments["q"], torch.Tensor) and arguments["q"].is_floating_point():
         arguments["q"] = arguments["q"].clone().requires_grad_()
     with pytest.raises(error, match=words):
         ops.varlen_attention(**arguments)
