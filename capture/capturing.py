@@ -315,9 +315,10 @@ def _output_layout(
         _refuse_tensors(path, spec, value)
         return None
     if not isinstance(value, torch.Tensor):
-        raise OutputError(
-            f"{path} must be a tensor, got {type(value).__name__}: declare constant() for other values"
-        )
+        remedy = "declare constant() for other values"
+        if isinstance(value, (list, tuple, dict)):
+            remedy = "declare outputs with the structure that it has, such as (rows(...), rows(...))"
+        raise OutputError(f"{path} must be a tensor, got {type(value).__name__}: {remedy}")
     if value.device != device:
         raise OutputError(f"{path} is on {value.device}, the inputs are on {device}")
     shape = tuple(value.shape)

@@ -8,6 +8,7 @@ may call.
 from __future__ import annotations
 
 import copy
+import inspect
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -52,8 +53,9 @@ class CaptureManager:
         >>> import torch
         >>> from mmgraph.capture import BucketGrid, CaptureManager, rows
         >>> weight = torch.ones(4, 2)
-        >>> graphs = CaptureManager(lambda x: x @ weight, inputs={"x": rows("tokens")}, outputs=rows("tokens"),
-        ...                         buckets=BucketGrid(tokens=(8, 16)))
+        >>> grid = BucketGrid(tokens=(8, 16))
+        >>> spec = rows("tokens")
+        >>> graphs = CaptureManager(lambda x: x @ weight, inputs={"x": spec}, outputs=spec, buckets=grid)
         >>> _ = graphs.precompile(example={"x": torch.randn(3, 4)}, progress=False)
         >>> graphs(x=torch.ones(5, 4)).shape
         torch.Size([5, 2])
@@ -77,6 +79,7 @@ class CaptureManager:
             raise SpecError(f"buckets must be a BucketGrid, got {buckets!r}")
         if isinstance(warmup, bool) or not isinstance(warmup, int) or warmup < 2:
             raise SpecError(f"warmup must be an integer of at least 2, got {warmup!r}")
+        _check_parameters(fn, inputs)
         self._fn = fn
         self._signature = Signature(inputs, outputs, buckets)
         self._grid = self._signature.grid
@@ -334,3 +337,19 @@ class CaptureManager:
                     f"{leaf.path} needs a gradient, and a replay records none: pass {leaf.path}.detach(), or call "
                     "under torch.no_grad() or torch.inference_mode(); for training call the function itself"
                 )
+
+
+def _check_parameters(fn: Callable[..., Any], inputs: Mapping[str, Any]) -> None:
+    """Raises SpecError for a declared name that the function does not take, where its parameters can be read."""
+    try:
+        parameters = inspect.signature(fn).parameters
+    except (TypeError, ValueError):  # a builtin, which has none to read
+        return
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return
+    named = [p.name for p in parameters.values() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    unknown = [name for name in inputs if name not in named]
+    if unknown:
+        raise SpecError(
+            f"the function has no parameter {unknown[0]!r}: inputs are passed by name, and its parameters are {named}"
+        )

@@ -332,8 +332,23 @@ def test_a_failed_capture_leaves_the_process_as_it_was(name: str, graphs: Captur
             failing.precompile({"x": x}, progress=False)
         assert caught.value.__cause__ is not None
 
+    older = CaptureManager(
+        lambda x: torch.nn.functional.dropout(x, 0.5),
+        inputs={"x": rows("n")},
+        outputs=rows("n"),
+        buckets=BucketGrid(n=(64,)),
+    )
+    older.precompile({"x": x}, progress=False)
     attempt()
     assert torch.equal(torch.cuda.get_rng_state(), state)
+    # a graph with random numbers in it that was captured before follows the seed, and draws anew
+    torch.manual_seed(7)
+    drawn = [older(x=x), older(x=x)]
+    torch.manual_seed(7)
+    assert torch.equal(older(x=x), drawn[0])
+    assert not torch.equal(drawn[0], drawn[1])
+    older.close()
+    torch.cuda.set_rng_state(state)
     assert gc.isenabled() is enabled
     # random numbers on the device, with and without a seed
     torch.randn(4, device="cuda")
