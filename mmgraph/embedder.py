@@ -1,10 +1,12 @@
 """The embedder: plan, encode, assemble, each callable and timed on its own.
 
 Promises: ``apply`` raises on a failure and ``apply_result`` can set the failing requests aside; either way
-every item is left usable: encoded with its feature dropped, or as it was, so that a call can be tried again.
+every item is left usable: encoded with its feature dropped, or as it was, so that a call can be tried again. One
+embedder may be called from any thread: it encodes for one call at a time.
 """
 
 import logging
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -12,11 +14,11 @@ from typing import Any, Literal
 import torch
 
 from mmgraph.assembling import DeepstackRows, assemble
-from mmgraph.batch_rows import blanked, outside_errors
 from mmgraph.embedding_phases import encode_plan
 from mmgraph.encoder_spec import Encoders, EncoderSpec, settled_specs
 from mmgraph.errors import EncoderSpecError, MultimodalError
 from mmgraph.inputs import MultimodalForwardContext
+from mmgraph.isolation import blanked, outside_errors, plan_without_failures
 from mmgraph.planning import EncodePlan, build_plan
 from mmgraph.staging import FeatureMover
 from mmgraph.text_rows import TextEmbedding, TextRows, check_input_ids
@@ -46,6 +48,9 @@ class EmbedResult:
 class MultimodalEmbedder:
     """Turns a flat batch with media into the language model's input embeddings.
 
+    Threads may share one embedder, and items between its calls. Items that are shared between embedders, or rows
+    that are encoded on one CUDA stream and used on another, need the caller's own ordering.
+
     Args:
         strict: Text ids outside the vocabulary are errors: on a CPU at once, on a device in the flag that
             ``mmgraph.ops.check_errors`` reads. Otherwise the nearest row is taken.
@@ -60,6 +65,13 @@ class MultimodalEmbedder:
         self.timing = timing
         self.last_timing: EmbedTiming | None = None
         self._mover = FeatureMover()
+        self._encoding = threading.RLock()  # an encoder may call the embedder
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"strict": self.strict, "timing": self.timing}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        MultimodalEmbedder.__init__(self, **state)
 
     def apply(
         self,
@@ -138,7 +150,7 @@ class MultimodalEmbedder:
         failed: dict[int, MultimodalError] = {}
         try:
             with recorder.phase("plan"):
-                plan = _plan(ctx, input_ids.shape[0], failed if isolate else None)
+                plan = plan_without_failures(ctx, input_ids.shape[0], failed if isolate else None)
             if not plan:
                 return EmbedResult(None, {}, failed)
             specs = settled_specs(encoders)
@@ -154,9 +166,11 @@ class MultimodalEmbedder:
                 text = self._text_rows(blanked(input_ids, ctx, failed), text_embedding)
             with recorder.phase("assemble"):
                 width = text.width(plan)
-            failures = encode_plan(
-                plan, specs, multimodal_model, width, input_ids.device, self._mover, recorder, isolate=isolate
-            )
+            device = input_ids.device
+            with self._encoding:
+                failures = encode_plan(
+                    plan, specs, multimodal_model, width, device, self._mover, recorder, isolate=isolate
+                )
             if failures:
                 for item, error in failures.items():
                     failed.update(dict.fromkeys(plan.requests_of(item), error))
@@ -217,7 +231,8 @@ class MultimodalEmbedder:
         recorder = self._recorder(target)
         try:
             specs = settled_specs(encoders)
-            encode_plan(plan, specs, multimodal_model, width, target, self._mover, recorder, isolate=False)
+            with self._encoding:
+                encode_plan(plan, specs, multimodal_model, width, target, self._mover, recorder, isolate=False)
         finally:
             self._keep_timing(recorder)
 
@@ -274,19 +289,6 @@ class MultimodalEmbedder:
 
 
 VisionEmbedder = MultimodalEmbedder
-
-
-def _plan(
-    ctx: MultimodalForwardContext, num_tokens: int, failed: dict[int, MultimodalError] | None
-) -> EncodePlan:
-    """Plan; where failures are to be set aside, plan again without each request that is to blame."""
-    while True:
-        try:
-            return build_plan(ctx, num_tokens, skip=failed or ())
-        except MultimodalError as error:
-            if failed is None or error.request is None or error.request in failed:
-                raise
-            failed[error.request] = error
 
 
 def _count_plan(recorder: PhaseRecorder, plan: EncodePlan) -> None:

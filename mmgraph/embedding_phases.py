@@ -1,7 +1,7 @@
 """The encode phase of a whole plan: check, encode each modality, share, clean up.
 
 Promises: whatever fails, items that were encoded have shared their rows and dropped their features, and the others
-are as they were.
+are as they were. Not for two threads at once on the same items: the embedder has a lock for that.
 """
 
 import logging
@@ -10,12 +10,13 @@ from typing import Any
 
 import torch
 
-from mmgraph.encoder_spec import EncoderSpec
+from mmgraph.encoder_spec import EncoderSpec, deepstack_levels
 from mmgraph.encoding import ModalityEncoder, find_problems
-from mmgraph.errors import MultimodalError
+from mmgraph.errors import MultimodalError, RowsError
 from mmgraph.items import FeatureHandle, MultimodalDataItem
 from mmgraph.modality import Modality
 from mmgraph.planning import EncodePlan
+from mmgraph.rows import check_rows
 from mmgraph.staging import FeatureMover, is_handle, settled
 from mmgraph.timing import PhaseRecorder
 
@@ -51,6 +52,7 @@ def encode_plan(
     Raises:
         MultimodalError: Without ``isolate``, the first failure. What was encoded before it is kept and shared.
     """
+    _adopt(plan, specs, model, width)
     failures = find_problems(plan, specs, model, width)
     _raise_unless(isolate, failures)
     recorder.count_misses({modality: len(items) for modality, items in plan.misses_by_modality.items()})
@@ -82,6 +84,21 @@ def encode_plan(
         with recorder.phase("cleanup"):
             _clean_up(plan, consumed, recorder)
     return failures
+
+
+def _adopt(plan: EncodePlan, specs: Mapping[Modality, EncoderSpec], model: Any, width: int | None) -> None:
+    """Give canonical items the good rows of twins that another plan has encoded since this one was made."""
+    for item, twins in plan.aliases_by_canonical.items():
+        for twin in twins if item.encoded is None else ():
+            if twin.encoded is None:
+                continue
+            spec = specs.get(item.modality)
+            try:
+                check_rows(twin, width, deepstack_levels(model) if spec is not None and spec.deepstack else 0)
+            except RowsError:
+                continue  # of no use to the item, and the twin is not what is encoded
+            item.encoded, item.encoded_deepstack = twin.encoded, twin.encoded_deepstack
+            break
 
 
 def _raise_unless(isolate: bool, failures: dict[MultimodalDataItem, MultimodalError]) -> None:

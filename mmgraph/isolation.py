@@ -1,17 +1,42 @@
-"""Whose row is it? Rows of the flat batch, traced back to their requests.
+"""Whose fault is it? Failures traced to the requests of a batch, which can then be set aside.
 
 Promises: the walk over the batch is the plan's own: prefill chunks in order, then one row for each request that
-decodes. Read only for errors, so it may take its time.
+decodes. What is read here is read for errors only, so it may take its time.
 """
 
 from collections.abc import Collection, Iterator
 
 import torch
 
-from mmgraph.errors import LookupInputError
+from mmgraph.errors import LookupInputError, MultimodalError
 from mmgraph.inputs import MultimodalForwardContext
-from mmgraph.planning import EncodePlan
+from mmgraph.planning import EncodePlan, build_plan
 from mmgraph.text_rows import TextRows
+
+
+def plan_without_failures(
+    ctx: MultimodalForwardContext, num_tokens: int, failed: dict[int, MultimodalError] | None
+) -> EncodePlan:
+    """Plan; where failures are to be set aside, plan again without each request that is to blame.
+
+    Args:
+        ctx: The batch.
+        num_tokens: Rows of ``input_ids``.
+        failed: Gets the errors, by request; None: nothing is set aside.
+
+    Returns:
+        The plan.
+
+    Raises:
+        MultimodalError: Without ``failed`` the first error; with it, one that is no single request's.
+    """
+    while True:
+        try:
+            return build_plan(ctx, num_tokens, skip=failed or ())
+        except MultimodalError as error:
+            if failed is None or error.request is None or error.request in failed:
+                raise
+            failed[error.request] = error
 
 
 def outside_errors(
