@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from mmgraph.errors import InputsError
+from mmgraph.fixed_list import FixedList
 from mmgraph.items import FeatureHandle, MultimodalDataItem, checked_spans, describe_item
 from mmgraph.modality import Modality
 
@@ -47,8 +48,8 @@ class MultimodalInputs:
     """The media of one request.
 
     Args:
-        mm_items: Items in any order; None and items without offsets are passed over everywhere. Kept as a
-            tuple; to change it, assign a new sequence.
+        mm_items: Items in any order; None and items without offsets are passed over everywhere. Read like
+            a list; to change it, assign a new one.
     """
 
     __slots__ = ("__weakref__", "_epoch", "_index", "_items")
@@ -63,13 +64,15 @@ class MultimodalInputs:
         return None, {"_items": self._items, "_index": None, "_epoch": None}
 
     @property
-    def mm_items(self) -> tuple[MultimodalDataItem | None, ...]:
+    def mm_items(self) -> FixedList[MultimodalDataItem | None]:
         """The items."""
         return self._items
 
     @mm_items.setter
     def mm_items(self, value: Iterable[MultimodalDataItem | None]) -> None:
-        self._items = tuple(value)
+        self._items: FixedList[MultimodalDataItem | None] = FixedList(
+            _listed(value), "inputs.mm_items = [item, ...]"
+        )
         self._index: SpanIndex | None = None
         self._epoch: object = None
 
@@ -150,6 +153,15 @@ def pad_input_tokens(ids: list[int], inputs: MultimodalInputs | None) -> list[in
             out = list(ids) if out is None else out
             out[start : end + 1] = run
     return ids if out is None else out
+
+
+def _listed(value: Any) -> list[Any]:
+    if isinstance(value, Iterable) and not isinstance(value, str | bytes | dict):
+        return list(value)
+    raise InputsError(
+        f"mm_items must be a list of MultimodalDataItem or None, got {type(value).__name__}; write "
+        "MultimodalInputs(mm_items=[item, ...])"
+    )
 
 
 def _build_index(items: Sequence[MultimodalDataItem | None]) -> SpanIndex:

@@ -1,18 +1,20 @@
 """Media items: one image, video or audio clip of a prompt.
 
-Promises: items are compared by identity; offsets are kept as they came, as tuples, and checked where they are used, so
+Promises: items are compared by identity; offsets are kept as they came and checked where they are used, so
 that the error can name the request; an item always has a placeholder id unless told not to. Imports no torch.
 """
 
+import copy
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar, Literal, Protocol, cast, runtime_checkable
 
 from mmgraph.errors import InputsError
+from mmgraph.fixed_list import FixedList
 from mmgraph.hashing import content_hash, pad_value_for_hash, private_pad_value
 from mmgraph.modality import Modality
 
-Spans = tuple[tuple[int, int], ...]
+Spans = FixedList[tuple[int, int]]
 
 # Row maps are int32, so a prompt position beyond this can't be placed.
 _MAX_POSITION = 2**31 - 2
@@ -36,10 +38,13 @@ class FeatureHandle(Protocol):
 class MultimodalDataItem:
     """One image, video or audio clip of a prompt. Compared and hashed by identity.
 
+    A copy of an item without a hash is another item, with a placeholder id of its own; a pickled one keeps its
+    id, so that processes agree.
+
     Args:
         modality: A `Modality`, or its name.
         offsets: Inclusive ``(start, end)`` pairs of positions in the request's prompt, ascending, one per
-            sub-grid, in the order of the encoder's rows. Kept as a tuple; to change them, assign new ones.
+            sub-grid, in the order of the encoder's rows. Read like a list; to change them, assign new ones.
         hash: An int of any size, text or bytes that names the contents; None: never shared with another item.
         pad_value: The placeholder id. "auto": made from the hash, or unique in the process while the hash is
             None. None: none, so that `pad_input_tokens` passes the item over.
@@ -101,11 +106,28 @@ class MultimodalDataItem:
     def __repr__(self) -> str:
         return f"MultimodalDataItem({describe_item(self)})"
 
-    def __getstate__(self) -> tuple[None, dict[str, Any]]:
+    def __getstate__(self) -> Any:
         if self._hash is None and self._pad == "auto":
             _ = self.pad_value  # settle it, so that copies in other processes agree
-        names = (name for name in self.__slots__ if name != "__weakref__")
-        return None, {name: getattr(self, name) for name in names}
+        return super().__getstate__()
+
+    def __copy__(self) -> "MultimodalDataItem":
+        return self._copied(lambda value: value)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "MultimodalDataItem":
+        return self._copied(lambda value: copy.deepcopy(value, memo), memo)
+
+    def _copied(self, of: Callable[[Any], Any], memo: dict[int, Any] | None = None) -> "MultimodalDataItem":
+        """Make another item: it may get other contents, so an id of its own goes with it."""
+        new = object.__new__(type(self))
+        if memo is not None:
+            memo[id(self)] = new
+        for values in cast(tuple[dict[str, Any] | None, dict[str, Any]], super().__getstate__()):
+            for name, value in (values or {}).items():
+                setattr(new, name, of(value))
+        new._private_pad = None
+        new._indexed = False
+        return new
 
     @property
     def modality(self) -> Modality:
@@ -245,17 +267,19 @@ def _as_modality(value: Modality | str) -> Modality:
 
 def _as_spans(value: Any) -> Spans:
     """Bring offsets into the form that is checked later; what can't be brought there is left for the check."""
-    if value is None:
-        return ()
     if hasattr(value, "tolist"):
         value = value.tolist()
     try:
-        pairs = list(value)
+        pairs = [] if value is None else list(value)
     except TypeError:
         pairs = [value]
-    return cast(
-        Spans, tuple(tuple(map(_as_int, pair)) if isinstance(pair, list | tuple) else pair for pair in pairs)
-    )
+    return FixedList(map(_as_pair, pairs), "item.offsets = [(start, end), ...]")
+
+
+def _as_pair(pair: Any) -> Any:
+    if hasattr(pair, "tolist"):
+        pair = pair.tolist()
+    return tuple(map(_as_int, pair)) if isinstance(pair, list | tuple) else pair
 
 
 def _as_int(value: Any) -> Any:

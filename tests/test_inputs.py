@@ -1,6 +1,7 @@
 """Invariant: padding writes each item's pad value at its offsets and nowhere else, and changes no prompt's length."""
 
 import copy
+import operator
 import pickle
 import random
 import subprocess
@@ -103,14 +104,84 @@ def test_items_compare_by_identity() -> None:
 
 
 @pytest.mark.parametrize(
-    "offsets", [[(0, 2), (4, 4)], [[0, 2], [4, 4]], np.array([[0, 2], [4, 4]]), torch.tensor([[0, 2], [4, 4]])]
+    "offsets",
+    [
+        [(0, 2), (4, 4)],
+        [[0, 2], [4, 4]],
+        np.array([[0, 2], [4, 4]]),
+        torch.tensor([[0, 2], [4, 4]]),
+        [np.array([0, 2]), np.array([4, 4])],
+        [torch.tensor([0, 2]), torch.tensor([4, 4])],
+        [(torch.tensor(0), np.int64(2)), (4, 4)],
+        iter([(0, 2), (4, 4)]),
+    ],
 )
 def test_offsets_may_be_pairs_of_any_integers(offsets: object) -> None:
     item = MultimodalDataItem(Modality.VIDEO, offsets)
+    assert item.offsets == [(0, 2), (4, 4)]
     assert item.offsets == ((0, 2), (4, 4))
+    assert item.offsets != [(0, 2)]
     assert item.num_tokens == 4
     item.offsets = None
     assert item.num_tokens == 0
+
+
+CHANGES = [
+    lambda values: values.append(values[0]),
+    lambda values: values.extend(values),
+    lambda values: values.insert(0, values[0]),
+    lambda values: values.remove(values[0]),
+    lambda values: values.pop(),
+    lambda values: values.clear(),
+    lambda values: values.sort(key=id),
+    lambda values: values.reverse(),
+    lambda values: operator.setitem(values, 0, values[0]),
+    lambda values: operator.setitem(values, slice(0, 1), []),
+    lambda values: operator.delitem(values, 0),
+    lambda values: operator.iadd(values, values),
+    lambda values: operator.imul(values, 2),
+]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_offsets_and_items_read_like_lists_and_refuse_changes_in_place(change: object) -> None:
+    item = MultimodalDataItem("image", [(0, 1), (3, 4)])
+    inputs = MultimodalInputs([item, None])
+    assert isinstance(item.offsets, list)
+    assert inputs.mm_items == [item, None] == inputs.mm_items[:]
+    assert (item.offsets[1:], [*item.offsets.copy(), (6, 6)]) == ([(3, 4)], [(0, 1), (3, 4), (6, 6)])
+    with pytest.raises(InputsError, match=r"assign a new one: item\.offsets = "):
+        change(item.offsets)
+    with pytest.raises(InputsError, match=r"assign a new one: inputs\.mm_items = "):
+        change(inputs.mm_items)
+    assert (item.offsets, inputs.mm_items) == ([(0, 1), (3, 4)], [item, None])
+    for again in (pickle.loads(pickle.dumps(item)), copy.deepcopy(item), copy.copy(item)):
+        assert again.offsets == item.offsets
+        with pytest.raises(InputsError):
+            change(again.offsets)
+    item.offsets = [*item.offsets, (6, 6)]
+    assert inputs.span_index().starts == [0, 3, 6]
+
+
+@pytest.mark.parametrize("settled", [True, False])
+def test_a_copy_of_an_item_that_is_never_shared_has_its_own_id(settled: bool) -> None:
+    item = MultimodalDataItem("image", [(0, 1)], feature=[np.zeros(2)], model_specific_data={"grid": [1]})
+    if settled:
+        _ = item.pad_value
+    MultimodalInputs([item]).span_index()
+    shallow, deep = copy.copy(item), copy.deepcopy(item)
+    both = copy.deepcopy([item, MultimodalInputs([item])])
+    assert both[1].mm_items[0] is both[0]
+    assert len({made.pad_value for made in (item, shallow, deep, both[0])}) == 4
+    assert pickle.loads(pickle.dumps(item)).pad_value == item.pad_value
+    assert shallow.feature is item.feature
+    assert deep.feature is not item.feature
+    deep.model_specific_data["grid"].append(2)
+    assert item.model_specific_data == {"grid": [1]}
+    assert copy.copy(MultimodalDataItem("image", pad_value=9)).pad_value == 9
+    assert copy.copy(shared := MultimodalDataItem("image", hash=9)).pad_value == shared.pad_value
+    shallow.offsets = [(5, 5)]
+    assert (item.offsets, item.num_tokens, shallow.num_tokens) == ([(0, 1)], 2, 1)
 
 
 def test_modalities_have_names() -> None:
