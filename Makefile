@@ -4,6 +4,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
+# A path rather than an import hook: from the folder above a checkout that is named mmgraph, a hook would lose to that folder.
+EDITABLE := --config-settings editable_mode=compat -e
 # Arguments for the command, such as: make run ARGS="--json out.json"
 ARGS ?=
 PYTEST_ARGS ?= -n 2
@@ -27,11 +29,11 @@ $(BIN)/python:
 # A stamp says what is installed. The development stamp covers the other, so that neither installs twice.
 $(VENV)/.run-installed: pyproject.toml constraints.txt | $(BIN)/python
 	@if [ $(VENV)/.dev-installed -nt pyproject.toml ] && [ $(VENV)/.dev-installed -nt constraints.txt ]; then :; \
-	  else set -x; $(PIP) -e '.[hf,photos]'; fi
+	  else set -x; $(PIP) $(EDITABLE) '.[hf,photos]'; fi
 	@touch $@
 
 $(VENV)/.dev-installed: pyproject.toml constraints.txt | $(BIN)/python
-	$(PIP) -e '.[dev]'
+	$(PIP) $(EDITABLE) '.[dev]'
 	@touch $@
 
 run: $(VENV)/.run-installed

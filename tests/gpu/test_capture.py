@@ -449,3 +449,26 @@ def test_a_call_inside_the_users_own_capture_becomes_part_of_it(graphs: CaptureM
     torch.cuda.synchronize()
     assert not torch.equal(result["main"], expected["main"])
     assert torch.equal(result["main"], block(**call)["main"])
+
+
+def test_a_compiled_function_is_captured_as_it_is_compiled() -> None:
+    state = torch.zeros((), device="cuda")
+    torch.manual_seed(0)
+    linear = torch.nn.Linear(64, 64).cuda().requires_grad_(False)
+
+    @torch.compile(dynamic=True)
+    def function(x: torch.Tensor) -> torch.Tensor:
+        state.add_(1)
+        return torch.nn.functional.gelu(linear(x)) * 2 + state
+
+    manager = CaptureManager(
+        function, inputs={"x": rows("n")}, outputs=rows("n"), buckets=BucketGrid(n=(32, 64, 128))
+    )
+    x = torch.randn(50, 64, device="cuda")
+    manager.precompile({"x": x}, progress=False)
+    assert state == 0
+    for step, n in enumerate((50, 20, 100), start=1):
+        x = torch.randn(n, 64, device="cuda")
+        expected = torch.nn.functional.gelu(linear(x)) * 2 + step
+        torch.testing.assert_close(manager(x=x), expected, rtol=1e-3, atol=1e-3)
+    assert manager.report().hits == 3

@@ -1,0 +1,66 @@
+"""Invariant: the benchmarks run, find equal results, and the manual's tables are what their results say."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def load(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, ROOT / "bench" / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_tables_in_the_manual_are_the_results() -> None:
+    tables = load("tables")
+    found = 0
+    for name in tables.PAGES:
+        text = (ROOT / name).read_text(encoding="utf-8")
+        assert tables.filled(text) == text
+        found += len(tables.BLOCK.findall(text))
+    assert found >= 5
+
+
+def test_a_table_follows_its_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tables = load("tables")
+    results = {"environment": {"device": "X", "torch": "1", "date": "2030-01-02T00:00"}, "rows": []}
+    results["rows"] = [
+        {"kernels": 1, **{f"{n} us": 2.0 for n in ("eager", "manager", "by hand", "bare", "reduce-overhead")}}
+    ]
+    (tmp_path / "replay.json").write_text(json.dumps(results))
+    monkeypatch.setattr(tables, "ROOT", tmp_path)
+    page = "before\n<!-- table: replay.json -->\nold\n<!-- end of table -->\nafter"
+    made = tables.filled(page)
+    assert "| 1 | 2.0 | 2.0 | 2.0 | 2.0 | 2.0 |" in made
+    assert "old" not in made
+    assert tables.filled(made) == made
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["assembly.py", "--smoke"], ["attention.py", "--smoke"], ["replay.py", "--smoke"]],
+)
+def test_the_benchmarks_run_at_small_sizes(arguments: list[str], tmp_path: Path) -> None:
+    out = tmp_path / "results.json"
+    name, *options = arguments
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    subprocess.run(
+        [sys.executable, str(ROOT / "bench" / name), *options, "--out", str(out)],
+        check=True,
+        env=environment,
+        timeout=200,
+    )
+    results = json.loads(out.read_text())
+    assert results["rows"]
+    assert results["environment"]["torch"]
