@@ -48,6 +48,7 @@ lint: $(VENV)/.dev-installed
 
 types: $(VENV)/.dev-installed
 	$(BIN)/python -m mypy
+	MYPYPATH=bench $(BIN)/python -m mypy $(wildcard bench/*.py)
 
 docs: $(VENV)/.dev-installed
 	$(BIN)/python -m mkdocs build --strict

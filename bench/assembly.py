@@ -7,6 +7,7 @@ in the merged embeddings; results are compared bit for bit before they are timed
 """
 
 import argparse
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -85,15 +86,20 @@ def measure(
                 raise SystemExit(f"{name} gives another result than a loop of slices")
             row[f"{name} ms"] = device_ms(call, device)
         source, target = torch.randn(rows, width, device=device).bfloat16(), torch.empty_like(expected)
-        row["copy limit ms"] = device_ms(lambda t=target, s=source: t.copy_(s), device)
+        row["copy limit ms"] = device_ms(functools.partial(target.copy_, source), device)
         row["goal ms"] = goal
         row["mmgraph host us"] = host_us(calls["mmgraph"], device)
-        row["with RowMap host us"] = host_us(
-            lambda c=case: ops.assemble_embeddings(c["ids"], c["table"], c["pool"], c["host map"]), device
+        from_host = functools.partial(
+            ops.assemble_embeddings, case["ids"], case["table"], case["pool"], case["host map"]
         )
+        row["with RowMap host us"] = host_us(from_host, device)
         row["bit equal"] = "yes"
         found.append(row)
     return found
+
+
+def _fixed(shape: tuple[int, int], width: int, item_size: int) -> tuple[int, int]:
+    return shape
 
 
 def sweep(device: torch.device, width: int, vocab: int) -> list[dict[str, Any]]:
@@ -107,7 +113,7 @@ def sweep(device: torch.device, width: int, vocab: int) -> list[dict[str, Any]]:
             row: dict[str, Any] = {"rows": rows, "items": f"{items} x {each}"}
             for block in (1024, 2048, 4096):
                 for warps in (1, 2, 4, 8):
-                    launches._shape = lambda w, s, b=block, n=warps: (b, n)
+                    launches._shape = functools.partial(_fixed, (block, warps))
                     row[f"{block}/{warps}"] = device_ms(call, device)
             found.append(row)
     finally:
