@@ -7,6 +7,7 @@ Heavy packages are imported by the command that needs them.
 from __future__ import annotations
 
 import json
+import os
 import sys
 import warnings
 from collections.abc import Iterator
@@ -73,7 +74,7 @@ def _options(
 @app.command()
 def run(
     requests: Annotated[int, typer.Option(min=1, help="Requests in the batch.")] = 6,
-    seed: Annotated[int, typer.Option(min=0, help="Decides random weights and prompts.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Decides random weights and prompts.")] = 0,
     device: Annotated[Device, typer.Option(help="auto: CUDA where there is a device.")] = Device.auto,
     dtype: Annotated[
         Dtype | None, typer.Option(help="By default bfloat16 on CUDA and float32 on a CPU.", show_default=False)
@@ -128,7 +129,8 @@ def run(
     else:
         show(report, console)
     if target is not None:
-        target.write_text(json.dumps(report.to_dict(), indent=2) + "\n", encoding="utf-8")
+        with _user_errors(ServingError, console):
+            _write(target, json.dumps(report.to_dict(), indent=2) + "\n")
     if not report.ok:
         raise typer.Exit(1)
 
@@ -201,4 +203,35 @@ def _writable(path: Path) -> Path:
 
     if path.is_dir() or not path.absolute().parent.is_dir():
         raise RequestError(f"--json takes a file in a folder that exists, or -, got {str(path)!r}")
+    if path.exists() and not path.is_file():  # opening a pipe would wait for its reader, and end it
+        writable = os.access(path, os.W_OK)
+        reason = "it can't be written"
+    else:
+        writable, reason = _try_opening(path)
+    if not writable:
+        raise RequestError(f"--json takes a file that can be written, or -, got {str(path)!r}: {reason}")
     return path
+
+
+def _try_opening(path: Path) -> tuple[bool, str]:
+    """Open a file to write, and leave it as it was."""
+    existed = path.exists()
+    try:
+        with path.open("a", encoding="utf-8"):
+            pass
+        if not existed:
+            path.resolve().unlink()  # the file, where the path is a link to it
+    except OSError as error:
+        return False, error.strerror or str(error)
+    return True, ""
+
+
+def _write(path: Path, text: str) -> None:
+    from mmgraph.serving.errors import RequestError
+
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise RequestError(
+            f"the report can't be written to {str(path)!r}: {error.strerror or error}"
+        ) from error

@@ -133,6 +133,12 @@ def test_a_checkpoint_folder(tmp_path):
         (["--images", "/absent"], "not a folder"),
         (["--model", "/absent"], "has none"),
         (["--json", "/absent/x.json"], "folder that exists"),
+        (["--json", "/proc/x"], "file that can be written"),
+        (["--json", "/"], "folder that exists"),
+        (["--seed", "-1"], "--seed"),
+        (["--seed", str(2**63)], "--seed"),
+        (["--seed", str(2**64 - 1)], "--seed"),
+        (["--seed", "9" * 23], "--seed"),
         (["--requests", "0"], "--requests"),
         (["--device", "tpu"], "--device"),
         (["--dtype", "int8"], "--dtype"),
@@ -140,11 +146,37 @@ def test_a_checkpoint_folder(tmp_path):
         (["--unknown"], "--unknown"),
     ],
 )
-def test_what_cannot_be_done_as_asked_exits_with_2(args, message):
+def test_what_cannot_be_done_as_asked_exits_with_2(args, message, monkeypatch):
+    monkeypatch.setattr("mmgraph.serving.app.random_model", lambda *_, **__: pytest.fail("the work began"))
     result = invoke(*SMALL, *args)
     assert result.exit_code == 2
     assert message in result.output
     assert "Traceback" not in result.output
+
+
+def test_the_largest_seed_will_do():
+    result = invoke(*SMALL, "--seed", str(2**63 - 1), "--decode-steps", "0")
+    assert result.exit_code == 0, result.output
+
+
+def test_a_report_that_can_no_longer_be_written_exits_with_2_after_the_table():
+    result = invoke(*SMALL, "--decode-steps", "0", "--json", "/dev/full")
+    assert result.exit_code == 2
+    assert "eager and captured agree" in result.stdout
+    assert "the report can't be written to '/dev/full': No space left" in result.stderr
+    assert "Traceback" not in result.output
+
+
+def test_the_check_of_the_report_s_place_leaves_it_as_it_was(tmp_path):
+    place, link = tmp_path / "report.json", tmp_path / "link.json"
+    link.symlink_to(place)
+    for path in (place, link):
+        assert invoke("run", "--images", "/absent", "--json", str(path)).exit_code == 2
+        assert not place.exists()
+        assert link.is_symlink()
+    place.write_text("before")
+    assert invoke("run", "--images", "/absent", "--json", str(place)).exit_code == 2
+    assert place.read_text() == "before"
 
 
 def test_cuda_without_a_device_exits_with_2(monkeypatch):
