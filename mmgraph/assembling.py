@@ -4,7 +4,7 @@ Promises: the result equals looking up the text rows and then copying each range
 dtype, bit for bit.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,13 +78,13 @@ def assemble(
         except RowsError as error:
             request = plan.request_of(item)
             raise RowsError(f"request {request}: {error}", request=request) from error
-    pool, row_map = _gather(plan, np.ones_like(is_deep), "encoded", ids, mover)
+    used, row_map = _layout(plan, np.ones_like(is_deep), ids)
+    pool = _gathered(used, "encoded", ids.device, mover)
     embeds = assemble_embeddings(ids, table, pool, row_map, strict=text.strict and text.table is not None)
     if not levels:
         return embeds, {}
-    deep_pool, deep_map = _gather(plan, is_deep, "encoded_deepstack", ids, mover)
-    if is_deep.all() and deep_pool.shape[0] == pool.shape[0]:
-        deep_map = row_map
+    used, deep_map = (used, row_map) if is_deep.all() else _layout(plan, is_deep, ids)
+    deep_pool = _gathered(used, "encoded_deepstack", ids.device, mover)
     if any(spec.deepstack and spec.deepstack_form == "sparse" for spec in specs.values()):
         return embeds, {"deepstack_rows": DeepstackRows(deep_pool, deep_map, levels)}
     zeros = embeds.new_zeros(1, deep_pool.shape[1])
@@ -92,30 +92,39 @@ def assemble(
     return embeds, {"input_deepstack_embeds": dense}
 
 
-def _gather(
-    plan: EncodePlan, chosen: npt.NDArray[np.bool_], name: str, ids: torch.Tensor, mover: FeatureMover
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Join the rows that the chosen ranges touch into one pool, and map the batch's rows to it."""
+def _layout(
+    plan: EncodePlan, chosen: npt.NDArray[np.bool_], ids: torch.Tensor
+) -> tuple[dict[MultimodalDataItem, tuple[int, int]], torch.Tensor]:
+    """Choose the rows of a pool for some ranges.
+
+    Returns:
+        For each item of the chosen ranges, in the pool's order, the first and the last of its rows that they
+        touch; and the map of the batch's rows to the pool's.
+    """
     used: dict[MultimodalDataItem, tuple[int, int]] = {}
     ranges = [entry for entry, take in zip(plan.scatter_ranges, chosen, strict=True) if take]
     for entry in ranges:
         low, high = used.get(entry.item, (entry.item_src_start, entry.item_src_end))
         used[entry.item] = min(low, entry.item_src_start), max(high, entry.item_src_end)
-    parts: list[torch.Tensor] = []
     places: dict[MultimodalDataItem, int] = {}
     pool_rows = 0
     for item, (low, high) in used.items():
-        rows = getattr(item, name)
-        parts.append(rows if high - low + 1 == rows.shape[0] else rows[low : high + 1])
         places[item] = pool_rows - low
         pool_rows += high - low + 1
-    pool = _joined(mover.move(parts, ids.device))
     sources = plan.src_start[chosen] + np.array([places[entry.item] for entry in ranges], dtype=np.int64)
     row_map = RowMap.from_ranges(
         ids.shape[0], plan.dst_start[chosen], plan.dst_end[chosen], sources, pool_rows=pool_rows
     )
-    return pool, row_map.to(ids.device)
+    return used, row_map.to(ids.device)
 
 
-def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
+def _gathered(
+    used: Mapping[MultimodalDataItem, tuple[int, int]], name: str, device: torch.device, mover: FeatureMover
+) -> torch.Tensor:
+    """Join the items' rows that are used into one pool."""
+    parts: list[torch.Tensor] = []
+    for item, (low, high) in used.items():
+        rows = getattr(item, name)
+        parts.append(rows if high - low + 1 == rows.shape[0] else rows[low : high + 1])
+    moved = mover.move(parts, device)
+    return moved[0] if len(moved) == 1 else torch.cat(moved)

@@ -19,7 +19,7 @@ from mm_batches import (
 from mmgraph.embedder import DeepstackRows, EncoderSpec, MultimodalEmbedder
 from mmgraph.errors import EncoderOutputError, EncoderSpecError, RowsError
 from mmgraph.inputs import Modality, MultimodalDataItem, MultimodalForwardContext, MultimodalInputs
-from mmgraph.ops import deepstack_add
+from mmgraph.ops import RowMap, deepstack_add
 
 WIDE = HIDDEN * (1 + LEVELS)
 TABLE = torch.randn(VOCABULARY, HIDDEN)
@@ -192,3 +192,27 @@ def test_unknown_and_mixed_forms_are_refused() -> None:
     ids = torch.zeros(4, dtype=torch.int64)
     with pytest.raises(EncoderSpecError, match="must name one form"):
         MultimodalEmbedder().apply(ids, TABLE, one_request([deep_item()], 4), encoders, Model())
+
+
+@pytest.mark.parametrize("form", ["dense", "sparse"])
+@pytest.mark.parametrize(("modality", "maps"), [(Modality.IMAGE, 1), (Modality.AUDIO, 2)])
+def test_one_map_is_made_where_all_items_have_deep_rows(form, modality, maps, monkeypatch) -> None:
+    made = []
+
+    class Counted(RowMap):
+        @classmethod
+        def from_ranges(cls, *args, **fields):
+            made.append(args)
+            return RowMap.from_ranges(*args, **fields)
+
+    monkeypatch.setattr("mmgraph.assembling.RowMap", Counted)
+    items = [deep_item(), simple_item([(0, 2)], modality)]
+    if modality is Modality.IMAGE:
+        items[1] = MultimodalDataItem("image", [(0, 2)], feature=feature_for(modality, 1, 3, WIDE))
+    ctx = MultimodalForwardContext([MultimodalInputs([item]) for item in items], [0, 0], [4, 4])
+    encoders = {
+        Modality.IMAGE: EncoderSpec(Encoder(WIDE), deepstack=True, deepstack_form=form),
+        Modality.AUDIO: Encoder(),
+    }
+    MultimodalEmbedder().apply(torch.zeros(8, dtype=torch.int64), TABLE, ctx, encoders, Model())
+    assert len(made) == maps
