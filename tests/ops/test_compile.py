@@ -2,8 +2,10 @@
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from mmgraph import ops
+from mmgraph.ops import checks
 
 SIZES = (6, 9, 17, 33, 64, 100)
 
@@ -109,6 +111,34 @@ def test_inductor_keeps_the_values_of_strided_inputs():
         arguments = (*case("attention", tokens), *case("assemble", tokens))
         with torch._dynamo.config.patch(error_on_recompile=index > 0):
             torch.testing.assert_close(compiled(*arguments), whole(*arguments))
+
+
+def test_ops_see_the_strides_that_the_caller_gave(monkeypatch):
+    """Also where the default for custom ops, which users may set, lets the compiler choose a layout."""
+    torch._dynamo.reset()
+    seen = []
+    check = checks.check_attention
+
+    def spy(q, k, v, cu, longest):
+        if not isinstance(q, FakeTensor):
+            seen.append([x.stride() for x in (q, k, v)])
+        check(q, k, v, cu, longest)
+
+    monkeypatch.setattr(checks, "check_attention", spy)
+
+    def head_major(q, kv, cu, longest):
+        k, v = (kv + 1).unbind(1)
+        # Eager, the sum has the first input's strides; the compiler, left alone, would take the others'.
+        return ops.varlen_attention(q.transpose(0, 1) * k + v, k, v, cu, longest)
+
+    q, kv = torch.randn(4, 9, 8), torch.randn(9, 2, 4, 8)
+    cu = torch.tensor([0, 5, 9], dtype=torch.int32)
+    with torch._functorch.config.patch(custom_op_default_layout_constraint="flexible_layout"):
+        compiled = torch.compile(head_major, fullgraph=True)
+        got = compiled(q, kv, cu, 5)
+    assert seen == [[(8, 72, 1), (64, 8, 1), (64, 8, 1)]]
+    torch.testing.assert_close(got, head_major(q, kv, cu, 5))
+    assert seen[1] == seen[0]
 
 
 def test_tracing_a_row_map_is_refused_with_the_remedy():
