@@ -90,7 +90,7 @@ def prepare_device(device: torch.device | str) -> None:
 
 
 def check_errors(device: torch.device | str | None = None) -> None:
-    """Raise what kernels recorded since the last call, and clear it.
+    """Raise what kernels recorded since the last call, and clear it; what they record meanwhile is for the next call.
 
     Synchronises the current stream of each device looked at: call it where the results are read anyway. It sees work
     that the current stream has waited for.
@@ -112,16 +112,30 @@ def check_errors(device: torch.device | str | None = None) -> None:
         flag = _flags.get(one)
         if flag is None:
             continue
-        values = flag.cpu().tolist()
-        if not any(values):
-            continue
-        flag.zero_()
+        values = _take(flag)
         for fault in Fault:
             count, row, value = values[fault * FIELDS : (fault + 1) * FIELDS]
             if count:
                 found.append(f"{one}: " + _MESSAGES[fault].format(count=count, row=row, value=value))
     if found:
         raise DeviceError("\n".join(found))
+
+
+def _take(flag: torch.Tensor) -> list[int]:
+    """What the flag holds, and take the counts away from it.
+
+    They are subtracted, by an atomic addition, and not set to zero: a kernel on another stream may count meanwhile. The
+    row and value stay, unused at a count of zero, and are those of the earlier fault if one was counted meanwhile.
+    """
+    with _lock:  # two threads would take the same counts away twice
+        seen = flag.clone()
+        values: list[int] = seen.tolist()
+        if any(values[::FIELDS]):
+            places = torch.arange(0, len(values), FIELDS, device=flag.device)
+            flag.index_add_(0, places, seen[places], alpha=-1)
+            if flag.is_cuda:
+                torch.cuda.current_stream(flag.device).synchronize()  # the next thread's may be another stream
+    return values
 
 
 def _with_index(device: torch.device) -> torch.device:

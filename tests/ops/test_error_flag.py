@@ -46,6 +46,30 @@ def test_a_flag_made_in_inference_mode_can_be_cleared_outside():
     ops.check_errors()
 
 
+def test_a_fault_recorded_between_reading_and_clearing_is_for_the_next_call(monkeypatch):
+    flag = error_flag.flag_for(CPU)
+    flag[0:3] = torch.tensor([2, 41, 77])
+    read = torch.Tensor.tolist
+
+    def read_and_go_on(tensor):
+        values = read(tensor)
+        flag[0] += 1  # as a kernel on another stream would: not the first of its kind, it leaves no row
+        flag[9:12] = torch.tensor([1, 5, 6])  # the first of its kind
+        return values
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "tolist", read_and_go_on)
+        with pytest.raises(ops.DeviceError, match=r"row 41 had 77 \(2 such") as caught:
+            ops.check_errors()
+    assert "merge_embeddings" not in str(caught.value)
+    with pytest.raises(ops.DeviceError, match=r"row 41 had 77 \(1 such rows(.|\n)*held 5 placeholders"):
+        ops.check_errors()
+    ops.check_errors()
+    flag[0:3] += torch.tensor([1, 0, 0])
+    with pytest.raises(ops.DeviceError, match="1 such"):
+        ops.check_errors()
+
+
 def test_a_device_without_a_flag_has_nothing_to_tell():
     ops.check_errors("cpu")
     ops.prepare_device("cpu")
