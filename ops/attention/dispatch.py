@@ -56,7 +56,7 @@ def attention(
     checks.check_attention(q, k, v, cu_seqlens, max_seqlen)
     if q.is_cpu:
         checks.check_offsets(cu_seqlens, q.shape[0], max_seqlen)
-    backend = choose(_traits(q, v, causal, False), q.shape[0], cu_seqlens.shape[0] - 1, max_seqlen)
+    backend = choose(_traits(q, v, causal, False), max_seqlen)
     return _run(backend, q, k, v, cu_seqlens, max_seqlen, scale, causal, False)[0]
 
 
@@ -94,7 +94,7 @@ def attention_lse(
     if backend:
         record = require_backend(backend, traits)
     else:
-        record = choose(traits, q.shape[0], cu_seqlens.shape[0] - 1, max_seqlen)
+        record = choose(traits, max_seqlen)
     out, lse = _run(record, q, k, v, cu_seqlens, max_seqlen, scale, causal, True)
     if lse is None:
         raise RuntimeError(f"attention backend {record.name!r} claims a gradient but returned no log-sum-exps.")

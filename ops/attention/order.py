@@ -45,8 +45,8 @@ def preference(traits: Traits, max_seqlen: int) -> tuple[str, ...]:
     return _FA2_FIRST
 
 
-def choose(traits: Traits, tokens: int, batch: int, max_seqlen: int) -> AttentionBackend:
-    """The backend for a call of these traits and this sequence shape.
+def choose(traits: Traits, max_seqlen: int) -> AttentionBackend:
+    """The backend for a call of these traits and this longest sequence.
 
     Raises:
         BrokenBackend: A package is installed and can't be imported.
@@ -103,8 +103,8 @@ def select_backend(
         v_dim: Width of v; None is ``head_dim``.
         heads: Query heads.
         kv_heads: Key and value heads; None is ``heads``.
-        tokens: Rows of q.
-        batch: Sequences.
+        tokens: Rows of q; the measured order doesn't depend on it.
+        batch: Sequences; the same.
         max_seqlen: The longest sequence.
         causal: Whether a row sees only itself and earlier ones.
         gradient: Whether a gradient is needed.
@@ -122,7 +122,7 @@ def select_backend(
     traits = _make_traits(device, dtype, head_dim, v_dim, heads, kv_heads, causal, gradient)
     if backend is not None:
         return _require(backend, traits).name
-    return choose(traits, tokens, batch, max_seqlen).name
+    return choose(traits, max_seqlen).name
 
 
 def explain_backends(

@@ -49,23 +49,23 @@ def test_the_cpu_has_the_reference_and_reasons_for_the_rest():
 
 
 def test_the_order_follows_the_sequence_shape(gpu):
-    assert order.choose(GPU, 16384, 256, 64).name == "triton"
-    assert order.choose(GPU, 16384, 64, 256).name == "fa2"
-    assert order.choose(GPU, 16384, 4, 4096).name == "triton"
+    assert order.choose(GPU, 64).name == "triton"
+    assert order.choose(GPU, 256).name == "fa2"
+    assert order.choose(GPU, 4096).name == "triton"
     broad = Traits(GPU.device, torch.bfloat16, 256, 256, 16, 16)
-    assert order.choose(broad, 16384, 4, 4096).name == "fa2"
+    assert order.choose(broad, 4096).name == "fa2"
     single = Traits(GPU.device, torch.float32, 80, 80, 16, 16)
-    assert order.choose(single, 16384, 4, 4096).name == "triton"
+    assert order.choose(single, 4096).name == "triton"
     double = Traits(GPU.device, torch.float64, 80, 80, 16, 16)
-    assert order.choose(double, 16384, 4, 4096).name == "reference"
+    assert order.choose(double, 4096).name == "reference"
     wide = Traits(GPU.device, torch.bfloat16, 320, 80, 16, 16)
-    assert order.choose(wide, 16384, 4, 4096).name == "reference"
+    assert order.choose(wide, 4096).name == "reference"
 
 
 def test_other_architectures_keep_fa2_until_they_are_measured(gpu, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 0))
-    assert order.choose(GPU, 16384, 4, 4096).name == "fa2"
-    assert order.choose(GPU, 16384, 256, 64).name == "triton"
+    assert order.choose(GPU, 4096).name == "fa2"
+    assert order.choose(GPU, 64).name == "triton"
 
 
 def test_old_gpus_have_the_reference(gpu, monkeypatch):
@@ -78,7 +78,7 @@ def test_a_broken_package_is_an_error_everywhere_but_in_the_account(gpu, monkeyp
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())  # "installed"
     monkeypatch.setitem(sys.modules, "flash_attn", None)  # and its import fails
     with pytest.raises(ops.BrokenBackend, match="flash_attn is installed but can't be imported"):
-        order.choose(GPU, 16384, 4, 4096)
+        order.choose(GPU, 4096)
     with pytest.raises(ops.BrokenBackend, match="reinstall it"):
         registry.require_backend("fa2", GPU)
     report = {r.name: r for r in registry.reports(GPU)}["fa2"]
