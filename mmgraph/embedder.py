@@ -16,7 +16,7 @@ import torch
 from mmgraph.assembling import DeepstackRows, assemble
 from mmgraph.embedding_phases import encode_plan
 from mmgraph.encoder_spec import Encoders, EncoderSpec, settled_specs
-from mmgraph.errors import EncoderSpecError, MultimodalError
+from mmgraph.errors import MultimodalError, OptionError
 from mmgraph.inputs import MultimodalForwardContext
 from mmgraph.isolation import blanked, outside_errors, plan_without_failures
 from mmgraph.planning import EncodePlan, build_plan
@@ -141,7 +141,7 @@ class MultimodalEmbedder:
             MultimodalError: As in `apply`.
         """
         if on_error not in ("raise", "isolate"):
-            raise EncoderSpecError(f"on_error must be 'raise' or 'isolate', got {on_error!r}")
+            raise OptionError(f"on_error must be 'raise' or 'isolate', got {on_error!r}")
         if is_decode_or_idle or ctx is None:
             return EmbedResult(None)
         check_input_ids(input_ids)
@@ -261,7 +261,7 @@ class MultimodalEmbedder:
         """
         if not plan:
             return None, {}
-        check_input_ids(input_ids)
+        check_input_ids(input_ids, least=int(plan.dst_end.max()) + 1)
         recorder = self._recorder(input_ids.device)
         with recorder.phase("assemble"):
             text = self._text_rows(input_ids, text_embedding)

@@ -54,9 +54,15 @@ def settled_specs(encoders: Encoders | None) -> dict[Modality, EncoderSpec]:
     """Give the encoders as specs; a bare function becomes a spec with the defaults.
 
     Raises:
-        EncoderSpecError: A key that isn't a modality, a value that isn't an encoder, or two forms of deepstack.
+        EncoderSpecError: Not a mapping, a key that isn't a modality, a value that isn't an encoder, or two forms
+            of deepstack.
     """
     specs: dict[Modality, EncoderSpec] = {}
+    if encoders is not None and not isinstance(encoders, Mapping):
+        raise EncoderSpecError(
+            f"encoders must be a mapping of Modality to EncoderSpec or function, got {type(encoders).__name__}; write "
+            "{Modality.IMAGE: EncoderSpec(fn)}"
+        )
     for modality, encoder in (encoders or {}).items():
         if not isinstance(modality, Modality):
             raise EncoderSpecError(f"encoders must be keyed by Modality, got {modality!r}")
@@ -80,4 +86,10 @@ def deepstack_levels(model: Any) -> int:
             "an encoder with deepstack=True needs a multimodal_model with separate_deepstack_embeds(rows) and "
             f"deepstack_visual_indexes, got {type(model).__name__}"
         )
-    return len(model.deepstack_visual_indexes)
+    try:
+        return len(model.deepstack_visual_indexes)
+    except TypeError:
+        raise EncoderSpecError(
+            "the model's deepstack_visual_indexes must be a list with one entry for each level, got "
+            f"{model.deepstack_visual_indexes!r} on {type(model).__name__}"
+        ) from None

@@ -45,6 +45,10 @@ class EncoderSpecError(MultimodalError, ValueError):
     """An encoder, or the model beside it, isn't what the embedder can call."""
 
 
+class OptionError(MultimodalError, ValueError):
+    """An option of a call is none of its choices."""
+
+
 class MissingFeatureError(MultimodalError, ValueError):
     """An item has to be encoded and has no feature."""
 

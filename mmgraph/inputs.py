@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
-from mmgraph.errors import InputsError
+from mmgraph.errors import ContextError, InputsError
 from mmgraph.fixed_list import FixedList
 from mmgraph.items import FeatureHandle, MultimodalDataItem, checked_spans, describe_item
 from mmgraph.modality import Modality
@@ -25,6 +25,9 @@ __all__ = [
     "describe_item",
     "pad_input_tokens",
 ]
+
+
+_LARGEST_ID = 2**63 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +80,13 @@ class MultimodalInputs:
         self._epoch: object = None
 
     def has_items(self) -> bool:
-        """Tell whether any item takes part: one that isn't None and has offsets."""
-        return any(item is not None and item.offsets for item in self._items)
+        """Tell whether any item takes part: one that isn't None and has offsets.
+
+        Raises:
+            InputsError: An entry isn't an item.
+        """
+        items = (_checked_item(item, position) for position, item in enumerate(self._items))
+        return any(item is not None and item.offsets for item in items)
 
     def span_index(self) -> SpanIndex:
         """Give the spans of all items, sorted; made at first use and again after items or offsets were
@@ -111,22 +119,22 @@ class MultimodalForwardContext:
 
     def has_inputs(self) -> bool:
         """Tell whether any request has media."""
-        return any(inputs is not None and inputs.has_items() for inputs in self._inputs())
+        return _have_items(self._inputs())
 
     def has_extend_inputs(self) -> bool:
         """Tell whether any prefill request has media."""
         prefills = 0 if self.extend_seq_lens is None else len(self.extend_seq_lens)
-        return any(inputs is not None and inputs.has_items() for inputs in self._inputs()[:prefills])
+        return _have_items(self._inputs()[:prefills])
 
     def _inputs(self) -> Sequence[MultimodalInputs | None]:
         return () if self.mm_inputs is None else self.mm_inputs
 
 
-def pad_input_tokens(ids: list[int], inputs: MultimodalInputs | None) -> list[int]:
+def pad_input_tokens(ids: Sequence[int], inputs: MultimodalInputs | None) -> list[int]:
     """Put each item's pad value at its offsets.
 
     Args:
-        ids: The whole prompt.
+        ids: The whole prompt: a list of integers; an array, tensor or tuple of them is made one.
         inputs: The request's media; items with no pad value or no offsets are passed over.
 
     Returns:
@@ -134,25 +142,33 @@ def pad_input_tokens(ids: list[int], inputs: MultimodalInputs | None) -> list[in
 
     Raises:
         InputsError: Offsets that are malformed, outside the prompt, empty, overlapping or out of order, or a
-            pad value that isn't an integer. The error names the item, and ``ids`` is as before.
+            pad value that isn't an integer of 64 bits, not negative: the error names the item, and ``ids`` is as
+            before. Or ids or inputs that are something else.
     """
+    listed = _checked_ids(ids)
     if inputs is None:
-        return ids
-    padded = [item if item is not None and item.pad_value is not None else None for item in inputs.mm_items]
+        return listed
+    if not isinstance(inputs, MultimodalInputs):
+        raise InputsError(
+            f"inputs must be MultimodalInputs or None, got {type(inputs).__name__}; write "
+            "pad_input_tokens(ids, MultimodalInputs(mm_items=[...]))"
+        )
+    items = [_checked_item(item, position) for position, item in enumerate(inputs.mm_items)]
+    padded = [item if item is not None and item.pad_value is not None else None for item in items]
     index = _build_index(padded)
-    if index.ends and index.ends[-1] >= len(ids):
+    if index.ends and index.ends[-1] >= len(listed):
         item = index.items[-1]
         raise InputsError(
             f"{describe_item(item, inputs.mm_items.index(item))}: span {(index.starts[-1], index.ends[-1])} "
-            f"ends outside the prompt of {len(ids)} tokens; offsets are inclusive positions in the whole prompt"
+            f"ends outside the prompt of {len(listed)} tokens; offsets are inclusive positions in the whole prompt"
         )
     out: list[int] | None = None
     for start, end, item in zip(index.starts, index.ends, index.items, strict=True):
         run = [_pad_of(item)] * (end - start + 1)
-        if list(ids[start : end + 1]) != run:
-            out = list(ids) if out is None else out
+        if listed[start : end + 1] != run:
+            out = list(listed) if out is None else out
             out[start : end + 1] = run
-    return ids if out is None else out
+    return listed if out is None else out
 
 
 def _listed(value: Any) -> list[Any]:
@@ -164,16 +180,41 @@ def _listed(value: Any) -> list[Any]:
     )
 
 
+def checked_inputs(inputs: Any, request: int) -> MultimodalInputs | None:
+    """Give one request's media.
+
+    Raises:
+        ContextError: It is something else.
+    """
+    if inputs is None or isinstance(inputs, MultimodalInputs):
+        return inputs
+    raise ContextError(
+        f"mm_inputs[{request}] must be MultimodalInputs or None, got {type(inputs).__name__}; "
+        "write MultimodalInputs(mm_items=[...])",
+        request=request,
+    )
+
+
+def _have_items(entries: Sequence[Any]) -> bool:
+    checked = (checked_inputs(inputs, request) for request, inputs in enumerate(entries))
+    return any(inputs is not None and inputs.has_items() for inputs in checked)
+
+
+def _checked_item(item: Any, position: int) -> MultimodalDataItem | None:
+    if item is None or isinstance(item, MultimodalDataItem):
+        return item
+    raise InputsError(
+        f"{describe_item(item, position)}: mm_items must hold MultimodalDataItem or None; "
+        "write MultimodalInputs(mm_items=[MultimodalDataItem(...)])"
+    )
+
+
 def _build_index(items: Sequence[MultimodalDataItem | None]) -> SpanIndex:
     entries: list[tuple[int, int, int, int]] = []
     for position, item in enumerate(items):
-        if item is None:
+        if _checked_item(item, position) is None:
             continue
-        if not isinstance(item, MultimodalDataItem):
-            raise InputsError(
-                f"{describe_item(item, position)}: mm_items must hold MultimodalDataItem or None; "
-                "write MultimodalInputs(mm_items=[MultimodalDataItem(...)])"
-            )
+        item = cast(MultimodalDataItem, item)
         source = 0
         item._indexed = True
         for start, end in checked_spans(item, position):
@@ -197,8 +238,25 @@ def _build_index(items: Sequence[MultimodalDataItem | None]) -> SpanIndex:
 def _pad_of(item: MultimodalDataItem) -> int:
     value = item.pad_value
     try:
-        return operator.index(cast(int, value))
+        number = operator.index(cast(int, value))
     except TypeError:
         raise InputsError(
             f"{describe_item(item)}: the pad value must be an integer, None or 'auto', got {value!r}"
         ) from None
+    if not 0 <= number <= _LARGEST_ID:
+        raise InputsError(
+            f"{describe_item(item)}: the pad value must be a token id, 0 to {_LARGEST_ID}, got {number}; 'auto' makes "
+            "one"
+        )
+    return number
+
+
+def _checked_ids(ids: Any) -> list[int]:
+    listed = ids.tolist() if hasattr(ids, "tolist") else ids
+    nested = isinstance(listed, list | tuple) and listed and not hasattr(listed[0], "__index__")
+    if not isinstance(listed, Sequence) or isinstance(listed, str | bytes) or nested:
+        came = f"{type(ids).__name__} of {type(listed[0]).__name__}" if nested else type(ids).__name__
+        raise InputsError(
+            f"ids must be one prompt's token ids, a list of integers, got {came}; pad each prompt on its own"
+        )
+    return listed if isinstance(listed, list) else list(listed)

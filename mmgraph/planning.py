@@ -22,6 +22,7 @@ from mmgraph.inputs import (
     MultimodalForwardContext,
     MultimodalInputs,
     SpanIndex,
+    checked_inputs,
     describe_item,
 )
 from mmgraph.modality import Modality
@@ -132,8 +133,8 @@ def build_plan(ctx: MultimodalForwardContext, num_tokens: int, *, skip: Collecti
         The plan. An item already encoded is the canonical one of its twins, wherever in the batch it comes.
 
     Raises:
-        ContextError: Lengths that aren't integers, aren't equally many, are more than the requests or the rows,
-            or a negative prefix.
+        ContextError: Not a context, or lengths that aren't integers, aren't equally many, are more than the
+            requests or the rows, or a negative prefix.
         InputsError: Malformed or overlapping offsets.
         AliasError: Twins with different token counts.
     """
@@ -225,17 +226,14 @@ def _add_twin(
         twins[item] = None
 
 
-def _index_of(inputs: MultimodalInputs, request: int) -> SpanIndex:
+def _index_of(inputs: Any, request: int) -> SpanIndex:
     if not isinstance(inputs, MultimodalInputs):
-        raise ContextError(
-            f"mm_inputs[{request}] must be MultimodalInputs or None, got {type(inputs).__name__}; "
-            "write MultimodalInputs(mm_items=[...])",
-            request=request,
-        )
+        checked_inputs(inputs, request)
     try:
-        return inputs.span_index()
+        index: SpanIndex = inputs.span_index()
     except InputsError as error:
         raise InputsError(f"request {request}: {error}", request=request) from error
+    return index
 
 
 def _alias_error(canonical: MultimodalDataItem, twin: MultimodalDataItem, request: int) -> AliasError:
@@ -250,6 +248,11 @@ def _alias_error(canonical: MultimodalDataItem, twin: MultimodalDataItem, reques
 def _checked_lists(
     ctx: MultimodalForwardContext, num_tokens: int, skip: Collection[int]
 ) -> tuple[Sequence[MultimodalInputs | None], list[int], list[int]]:
+    if not isinstance(ctx, MultimodalForwardContext):
+        raise ContextError(
+            f"ctx must be a MultimodalForwardContext, got {type(ctx).__name__}; write "
+            "MultimodalForwardContext(mm_inputs, extend_prefix_lens, extend_seq_lens)"
+        )
     prefix_lens = _integers("extend_prefix_lens", ctx.extend_prefix_lens)
     seq_lens = _integers("extend_seq_lens", ctx.extend_seq_lens)
     mm_inputs = () if ctx.mm_inputs is None else ctx.mm_inputs

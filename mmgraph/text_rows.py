@@ -22,8 +22,12 @@ from mmgraph.staging import upload
 TextEmbedding = torch.nn.Module | torch.Tensor | Callable[[torch.Tensor], torch.Tensor]
 
 
-def check_input_ids(input_ids: Any) -> None:
-    """Check that ids are flat integers.
+def check_input_ids(input_ids: Any, *, least: int = 0) -> None:
+    """Check that ids are flat integers, and enough.
+
+    Args:
+        input_ids: The ids.
+        least: How many a plan needs.
 
     Raises:
         LookupInputError: They aren't.
@@ -33,13 +37,14 @@ def check_input_ids(input_ids: Any) -> None:
         or input_ids.dim() != 1
         or input_ids.dtype not in (torch.int32, torch.int64)
     ):
-        came = (
-            f"{input_ids.dtype} {list(input_ids.shape)}"
-            if isinstance(input_ids, torch.Tensor)
-            else type(input_ids)
-        )
         raise LookupInputError(
-            f"input_ids must be an int32 or int64 tensor of one dimension, got {came}; flatten the batch's rows"
+            "input_ids must be an int32 or int64 tensor of one dimension, got "
+            f"{described(input_ids)}; flatten the batch's rows"
+        )
+    if input_ids.shape[0] < least:
+        raise LookupInputError(
+            f"input_ids must have the rows that the plan was made for, at least {least}, got {input_ids.shape[0]}; "
+            "give the batch's ids, or plan again for these"
         )
 
 

@@ -182,6 +182,16 @@ def test_precomputed_rows_need_deep_rows() -> None:
     assert not kwargs["input_deepstack_embeds"][[0, 3]].any()
 
 
+@pytest.mark.parametrize("levels", [2, None])
+def test_levels_must_be_a_list(levels: object) -> None:
+    model, item, encoder = Model(), deep_item(), Encoder(WIDE)
+    model.deepstack_visual_indexes = levels
+    with pytest.raises(EncoderSpecError, match=rf"one entry for each level, got {levels} on Model"):
+        call(item, model, encoder)
+    assert encoder.calls == []
+    call(item, Model(), encoder)
+
+
 def test_unknown_and_mixed_forms_are_refused() -> None:
     with pytest.raises(EncoderSpecError, match="'dense' or 'sparse', got 'wide'"):
         EncoderSpec(Encoder(), deepstack=True, deepstack_form="wide")

@@ -8,12 +8,15 @@ from mm_batches import HIDDEN, Encoder, one_request, simple_item
 
 from mmgraph.embedder import EncoderSpec, MultimodalEmbedder
 from mmgraph.errors import (
+    ContextError,
     EncoderFailedError,
     EncoderOutputError,
     EncoderSpecError,
+    LookupInputError,
     MissingEncoderError,
     MissingFeatureError,
     MultimodalError,
+    OptionError,
     RowsError,
 )
 from mmgraph.inputs import Modality, MultimodalDataItem, MultimodalForwardContext, MultimodalInputs
@@ -185,9 +188,39 @@ def test_wrong_encoders_are_refused() -> None:
         MultimodalEmbedder().apply(IDS, TABLE, ctx, {"image": Encoder()})
     with pytest.raises(EncoderSpecError, match="fn must be a function of a list of items, got 3"):
         MultimodalEmbedder().apply(IDS, TABLE, ctx, {Modality.IMAGE: 3})
-    with pytest.raises(EncoderSpecError, match="on_error must be 'raise' or 'isolate', got 'ignore'"):
+    with pytest.raises(
+        EncoderSpecError, match="must be a mapping of Modality to EncoderSpec or function, got list"
+    ):
+        MultimodalEmbedder().apply(IDS, TABLE, ctx, [Encoder()])
+    with pytest.raises(OptionError, match="on_error must be 'raise' or 'isolate', got 'ignore'"):
         MultimodalEmbedder().apply_result(IDS, TABLE, ctx, {}, on_error="ignore")
     check_good_call(ctx)
+
+
+@pytest.mark.parametrize("wrong", [7, [MultimodalInputs([simple_item([(0, 1)])])], MultimodalInputs(), {}])
+def test_a_context_of_another_kind_is_refused(wrong: object) -> None:
+    for call in (
+        lambda: MultimodalEmbedder().apply(IDS, TABLE, wrong, {}),
+        lambda: MultimodalEmbedder().apply_result(IDS, TABLE, wrong, {}, on_error="isolate"),
+        lambda: MultimodalEmbedder().plan(wrong, 8),
+    ):
+        with pytest.raises(
+            ContextError, match=f"must be a MultimodalForwardContext, got {type(wrong).__name__}"
+        ):
+            call()
+
+
+@pytest.mark.parametrize("embedding", [TABLE, lambda ids: TABLE[ids]])
+@pytest.mark.parametrize("strict", [True, False])
+def test_assembly_needs_the_rows_of_its_plan(embedding: object, strict: bool) -> None:
+    image, audio, ctx = image_and_audio()
+    embedder, encoders = MultimodalEmbedder(strict=strict), dict.fromkeys(Modality, Encoder())
+    plan = embedder.plan(ctx, 8)
+    embedder.encode(plan, encoders, device="cpu")
+    with pytest.raises(LookupInputError, match="rows that the plan was made for, at least 7, got 6"):
+        embedder.assemble(plan, IDS[:6], embedding, encoders)
+    embeds, _ = embedder.assemble(plan, IDS[:7], embedding, encoders)
+    assert torch.equal(embeds[[0, 1, 4, 5, 6]], torch.cat([image.encoded, audio.encoded]))
 
 
 def test_interrupts_pass_through_and_lose_nothing() -> None:

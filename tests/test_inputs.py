@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from mm_batches import random_batch, simple_item
 
 import mmgraph
-from mmgraph.errors import InputsError
+from mmgraph.errors import ContextError, InputsError
 from mmgraph.inputs import (
     Modality,
     MultimodalDataItem,
@@ -95,6 +95,66 @@ def test_a_pad_value_that_is_no_integer_is_refused() -> None:
         pad_input_tokens([1, 2], MultimodalInputs([item]))
     item.pad_value = 8
     assert pad_input_tokens([1, 2], MultimodalInputs([item])) == [8, 8]
+
+
+@pytest.mark.parametrize("value", [-1, 2**63, 2**80])
+def test_a_pad_value_that_is_no_token_id_is_refused(value: int) -> None:
+    item = MultimodalDataItem("image", [(0, 1)], pad_value=value)
+    with pytest.raises(InputsError, match=rf"must be a token id, 0 to {2**63 - 1}, got {value}; 'auto'"):
+        pad_input_tokens([1, 2], MultimodalInputs([item]))
+    item.pad_value = 0
+    assert pad_input_tokens([1, 2], MultimodalInputs([item])) == [0, 0]
+
+
+@pytest.mark.parametrize(
+    "ids",
+    [(1, 2, 3), range(1, 4), np.array([1, 2, 3]), torch.tensor([1, 2, 3]), torch.tensor([1, 2, 3]).int()],
+)
+def test_ids_may_be_of_any_kind_with_one_dimension(ids: object) -> None:
+    padded = pad_input_tokens(ids, MultimodalInputs([MultimodalDataItem("image", [(1, 1)], pad_value=8)]))
+    assert (type(padded), padded) == (list, [1, 8, 3])
+    assert pad_input_tokens(ids, None) == pad_input_tokens(ids, MultimodalInputs()) == [1, 2, 3]
+    assert all(type(number) is int for number in padded)
+
+
+@pytest.mark.parametrize(
+    ("ids", "came"),
+    [
+        (None, "NoneType"),
+        ("abc", "str"),
+        ([[1, 2]], "list of list"),
+        ([1.0, 2.0], "list of float"),
+        (torch.zeros(2), "Tensor of float"),
+        (torch.zeros(2, 2).int(), "Tensor of list"),
+        (torch.tensor(3), "Tensor"),
+    ],
+)
+def test_other_ids_are_refused(ids: object, came: str) -> None:
+    for inputs in (None, MultimodalInputs([MultimodalDataItem("image", [(0, 0)])])):
+        with pytest.raises(InputsError, match=f"one prompt's token ids, a list of integers, got {came};"):
+            pad_input_tokens(ids, inputs)
+
+
+def test_media_of_other_kinds_are_refused() -> None:
+    item = MultimodalDataItem("image", [(0, 0)])
+    with pytest.raises(InputsError, match=r"inputs must be MultimodalInputs or None, got list"):
+        pad_input_tokens([1], [item])
+    for wrong in (None, item, "x", 3, {"image": item}):
+        with pytest.raises(InputsError, match=f"mm_items must be a list of .*, got {type(wrong).__name__}"):
+            MultimodalInputs(wrong)
+    wrong = MultimodalInputs([None, "x"])
+    for use in (
+        wrong.has_items,
+        wrong.span_index,
+        MultimodalForwardContext([wrong], [0], [1]).has_inputs,
+        lambda: pad_input_tokens([1], wrong),
+    ):
+        with pytest.raises(InputsError, match="item 1, an object of type str: mm_items must hold"):
+            use()
+    wrong.mm_items = [item]
+    assert wrong.has_items()
+    with pytest.raises(ContextError, match=r"mm_inputs\[1\] must be MultimodalInputs or None, got list"):
+        MultimodalForwardContext([None, [item]], [0], [1]).has_inputs()
 
 
 def test_items_compare_by_identity() -> None:
