@@ -126,7 +126,7 @@ def _start_copy(source: torch.Tensor, device: torch.device) -> torch.Tensor:
         or source.layout != torch.strided
     ):
         return source.to(device, non_blocking=True)
-    staged = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
+    staged = torch.empty(source.shape, dtype=source.dtype, device="cpu", pin_memory=True)
     staged.copy_(source)
     return staged.to(device, non_blocking=True)
 

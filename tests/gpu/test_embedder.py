@@ -182,6 +182,16 @@ def test_timing_synchronises_and_changes_nothing() -> None:
     assert embedder.last_timing.seconds["move"] > 0
 
 
+def test_the_default_device_has_no_say() -> None:
+    item = simple_item([(1, 2)])
+    feature = item.feature
+    table = torch.zeros(3, HIDDEN, device=CUDA)
+    ids = torch.zeros(4, dtype=torch.int64, device=CUDA)
+    with torch.device(CUDA):
+        embeds, _ = MultimodalEmbedder().apply(ids, table, one_request([item], 4), {Modality.IMAGE: Encoder()})
+    assert torch.equal(embeds[1:3].cpu(), -feature)
+
+
 def test_strict_is_recorded_on_the_device() -> None:
     class Called(torch.nn.Embedding):
         pass
