@@ -399,6 +399,24 @@ def test_wrong_offsets_are_recorded(backend):
     assert_right(ops.varlen_attention(q, q, q, offsets([40]), 40, backend=backend), q, q, q, [40], False)
 
 
+@pytest.mark.parametrize("longest", [64, 4000])  # the rectangular grid and the bisected one
+@pytest.mark.parametrize("lead", [5, 200, 2**31 - 100])
+def test_triton_stays_inside_for_a_first_offset_that_is_not_zero(lead, longest):
+    cu = torch.tensor([lead + 5 * i for i in range(7)], dtype=torch.int32, device="cuda")
+    room = torch.full((3 * 64, 2, 64), float("nan"), device="cuda", dtype=torch.bfloat16)
+    q = room[64:128].normal_()
+    out = ops.varlen_attention(q, q, q, cu, longest, backend="triton")
+    with pytest.raises(ops.DeviceError, match=r"sequence \d has 5 rows"):
+        ops.check_errors()
+    assert bool(out.isfinite().all())
+    covered = slice(min(lead, 64), min(lead + 30, 64))
+    rows = torch.arange(64, device="cuda")
+    beside = (rows < covered.start) | (rows >= covered.stop)
+    assert torch.equal(out[beside], torch.zeros_like(out[beside]))
+    inside = q[covered]
+    assert_right(out[covered], inside, inside, inside, [5] * (inside.shape[0] // 5), False)
+
+
 def test_every_device_works_whichever_is_current():
     for index in range(torch.cuda.device_count()):
         device = torch.device("cuda", index)
