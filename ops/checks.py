@@ -29,6 +29,12 @@ def check_tensors(op: str, **arguments: Any) -> None:
             raise ArgumentError(f"{op}: {name} must be a torch.Tensor, got {type(value).__name__}; {remedy}.")
 
 
+def refuse_forward_mode(op: str) -> None:
+    """Raise GradientError under forward-mode differentiation, which the ops have no rule for: it would give zeros."""
+    if not torch.compiler.is_compiling() and torch.autograd.forward_ad._current_level >= 0:
+        raise GradientError(f"{op} has no forward-mode derivative: use reverse mode, or call it outside jvp.")
+
+
 def refuse_gradients(op: str, remedy: str, *tensors: torch.Tensor) -> None:
     """Raise GradientError if gradient mode is on and one of the tensors needs a gradient."""
     if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from mmgraph.ops.errors import GradientError
+
 NAMESPACE = "mmgraph"
 LIBRARY = torch.library.Library(NAMESPACE, "DEF")
 
@@ -57,6 +59,18 @@ def differentiate(name: str, backward: Callable[..., Any], setup_context: Callab
         setup_context: Saves what ``backward`` needs: ``setup_context(ctx, inputs, output)``.
     """
     torch.library.register_autograd(f"{NAMESPACE}::{name}", backward, setup_context=setup_context, lib=LIBRARY)
+
+
+def once_differentiable(name: str) -> None:
+    """Let a backward op raise where a gradient of the gradient is asked for; PyTorch would give a wrong one."""
+
+    def refuse(ctx: Any, *grads: Any) -> None:
+        raise GradientError(
+            f"{NAMESPACE}::{name} has no gradient of its own: these ops can be differentiated once. Drop "
+            "create_graph, or detach what the second derivative doesn't need."
+        )
+
+    differentiate(name, refuse, lambda ctx, inputs, output: None)
 
 
 def overload(name: str) -> Callable[..., Any]:

@@ -22,7 +22,7 @@ class _Slot:
 
     def __init__(self, rows: int) -> None:
         with torch.inference_mode(False):
-            self.tensor = torch.empty(rows, dtype=torch.int32, pin_memory=True)
+            self.tensor = torch.empty(rows, dtype=torch.int32, device="cpu", pin_memory=True)
         self.array: npt.NDArray[np.int32] = self.tensor.numpy()
         self.event = torch.cuda.Event()
 
@@ -117,7 +117,8 @@ class RowMap:
         _check(first, last, lengths <= 0, "must not be empty: dst_end is inclusive and at least dst_start")
         _check(first, last, (first < 0) | (last >= num_rows), f"must lie inside the {num_rows} output rows")
         source_last = source + lengths - 1
-        outside = (source < 0) | (source_last >= pool_rows)
+        # By subtraction: the sum overflows for a source near the largest integer.
+        outside = (source < 0) | (source > pool_rows - lengths)
         _check(source, source_last, outside, f"must lie inside the {pool_rows} pool rows", what="source")
 
         values = np.full(num_rows, -1, dtype=np.int32)

@@ -20,6 +20,7 @@ for _name, _function in (
     ("deepstack_add_backward", _backward.deepstack_backward),
 ):
     _registration.implement(_name, cpu=_function, cuda=_function)
+    _registration.once_differentiable(_name)
 _registration.differentiate(
     "assemble_embeddings_autograd", _backward.differentiate_assemble, _backward.setup_assemble
 )

@@ -15,6 +15,7 @@ for _name, _function in (
     ("varlen_attention_backward", _dispatch.attention_backward),
 ):
     _registration.implement(_name, cpu=_function, cuda=_function)
+_registration.once_differentiable("varlen_attention_backward")
 _registration.differentiate("varlen_attention_lse", _dispatch.differentiate, _dispatch.setup_context)
 
 from mmgraph.ops.attention.api import varlen_attention  # noqa: E402 - after registration: it looks the ops up

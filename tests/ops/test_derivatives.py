@@ -1,0 +1,56 @@
+"""Invariant: the ops can be differentiated once, in reverse; other derivatives are refused, never wrong or zero."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from mmgraph import ops
+
+ROW_MAP = torch.tensor([-1, 1, 0, -1], dtype=torch.int32)
+IDS = torch.tensor([0, 1, 2, 0])
+CU = torch.tensor([0, 1, 4], dtype=torch.int32)
+
+
+def table() -> torch.Tensor:
+    return torch.arange(9.0, dtype=torch.float64).reshape(3, 3)
+
+
+OPS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "assemble_embeddings": lambda x: ops.assemble_embeddings(IDS, table(), x, ROW_MAP),
+    "merge_embeddings": lambda x: ops.merge_embeddings(table(), torch.tensor([True, False, True]), x),
+    "deepstack_add": lambda x: ops.deepstack_add(table()[:2], x, ROW_MAP[:2], 0),
+    "varlen_attention": lambda x: ops.varlen_attention(
+        x.repeat(2, 1)[:, None], x.repeat(2, 1)[:, None], x.repeat(2, 1)[:, None], CU, 3
+    ),
+}
+
+
+def rows() -> torch.Tensor:
+    return torch.randn(2, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_a_second_derivative_is_refused_and_the_first_still_works(name: str) -> None:
+    x = rows().requires_grad_()
+    (first,) = torch.autograd.grad(OPS[name](x).pow(2).sum(), x, create_graph=True)
+    with pytest.raises(ops.GradientError, match="can be differentiated once"):
+        torch.autograd.grad(first.pow(2).sum(), x)
+    assert torch.autograd.gradcheck(OPS[name], (rows().requires_grad_(),))
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_forward_mode_is_refused(name: str) -> None:
+    with pytest.raises(ops.GradientError, match="no forward-mode derivative"):
+        torch.func.jvp(OPS[name], (rows(),), (torch.ones(2, 3, dtype=torch.float64),))
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(rows(), torch.ones(2, 3, dtype=torch.float64))
+        with pytest.raises(ops.GradientError, match=name):
+            OPS[name](dual)
+    assert OPS[name](rows()).isfinite().all()
+
+
+def test_a_source_near_the_largest_integer_is_outside_the_pool() -> None:
+    with pytest.raises(ops.ArgumentError, match="must lie inside the 10 pool rows"):
+        ops.RowMap.from_ranges(5, [0], [2], [2**63 - 2], pool_rows=10)
+    assert ops.RowMap.from_ranges(5, [0], [2], [7], pool_rows=10).host.tolist() == [7, 8, 9, -1, -1]
