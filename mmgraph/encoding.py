@@ -210,7 +210,7 @@ class ModalityEncoder:
     ) -> EncoderOutputError:
         return EncoderOutputError(
             f"the {self.modality.name} encoder must give {expected}, got {came}, for {self._named(items)}; correct the "
-            "encoder or the items' offsets",
+            "encoder or the items' offsets, whose spans include both ends",
             request=self._sole_request(items),
         )
 

@@ -69,7 +69,7 @@ def _phases(report: RunReport) -> tuple[str, Table]:
     table = _table("phase", "eager", "captured", "eager / captured")
     whole = PhaseTime("all", sum(p.eager for p in report.phases), sum(p.captured for p in report.phases))
     for phase in [*report.phases, whole]:
-        ratio = f"{phase.eager / phase.captured:.2f}" if phase.captured else "-"
+        ratio = f"{phase.eager / phase.captured:.2f}" if phase.captured and phase.eager > 1e-6 else "-"
         table.add_row(phase.name, f"{phase.eager * 1e3:.2f} ms", f"{phase.captured * 1e3:.2f} ms", ratio)
     return title, table
 
