@@ -156,8 +156,7 @@ class Capturer:
     def capture(self, bucket: Bucket) -> BucketGraph:
         """Warms up and captures one bucket.
 
-        Every run, and the capture, begins with the state and the inputs that the first began with: a function
-            that
+        Every run, and the capture, begins with the state and the inputs that the first began with: a function that
         counts its calls, or moves on in a cache, must not be driven past its end.
 
         Raises:

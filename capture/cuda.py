@@ -2,7 +2,7 @@
 
 A capture that ends in an error leaves PyTorch's bookkeeping half open: the random generator goes on believing
 that it is being captured, the allocator goes on routing to the pool, and the pool can take no other capture.
-`DeviceCapture` closes all of it, so that random numbers, older graphs and new captures work afterwards as if
+`DeviceGraph` closes all of it, so that random numbers, older graphs and new captures work afterwards as if
 the failed one had never been tried.
 """
 

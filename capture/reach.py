@@ -1,7 +1,4 @@
-"""What a function can reach without being given it:
-
-tensors, random generators, and the places that tensors are bound to.
-"""
+"""What a function can reach without being given it: tensors, generators, and the places that tensors are bound to."""
 
 from __future__ import annotations
 

@@ -64,11 +64,13 @@ class StateSnapshot:
         Raises:
             NotCapturableError: the body bound a tensor anew where another tensor was.
         """
-        with _Watch(self._about_to_write):
-            yield
-        for key, (memory, saved) in list(self._compared.items()):
-            if key not in self._written and not torch.equal(memory, saved):
-                self._written[key] = (memory, saved)
+        try:
+            with _Watch(self._about_to_write):
+                yield
+        finally:
+            for key, (memory, saved) in self._compared.items():
+                if key not in self._written and not torch.equal(memory, saved):
+                    self._written[key] = (memory, saved)
         rebound = self._reach.rebound()
         if rebound:
             raise NotCapturableError(
@@ -105,7 +107,9 @@ class _Watch(TorchDispatchMode):
     def __init__(self, tell: Callable[[torch.Tensor], None]) -> None:
         super().__init__()
         self._tell = tell
-        self._made: dict[int, torch.Tensor] = {}
+        # Keys alone: to hold the tensors would keep every intermediate of the run in memory. A key that is used
+        # again is again that of a storage that an operation made.
+        self._made: set[int] = set()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -124,7 +128,7 @@ class _Watch(TorchDispatchMode):
         read = {_key(leaf) for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}
         for leaf in pytree.tree_leaves(outputs):
             if isinstance(leaf, torch.Tensor) and _key(leaf) not in read:
-                self._made.setdefault(_key(leaf), leaf)  # held, so that no other tensor gets its key
+                self._made.add(_key(leaf))
         return outputs
 
 

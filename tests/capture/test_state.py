@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 import functools
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -324,3 +325,32 @@ def test_static_inputs_of_any_kind() -> None:
     manager.precompile({"x": torch.zeros(3), "s": torch.tensor(1.0)}, progress=False)
     for value in (2.0, -3.0):
         assert manager(x=torch.ones(2), s=torch.tensor(value)).tolist() == [value] * 2
+
+
+def test_intermediates_are_not_held_while_writes_are_watched() -> None:
+    alive: list[int] = []
+    references: list[weakref.ref[torch.Tensor]] = []
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        for _ in range(8):
+            x = x + 1
+            references.append(weakref.ref(x))
+        alive.append(sum(ref() is not None for ref in references))
+        references.clear()
+        return x
+
+    captured(function)
+    assert alive[0] <= 2  # the watched run; what is recorded later is held on purpose
+
+
+def test_state_is_put_back_where_the_function_fails_after_writing_it_unseen() -> None:
+    norm = torch.nn.BatchNorm1d(1)
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        norm(x[:, None] + 1)
+        raise ValueError("by the user")
+
+    before = norm.running_mean.clone()
+    with pytest.raises(CaptureFailedError, match="by the user"):
+        captured(function)
+    assert torch.equal(norm.running_mean, before)
