@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from .buckets import Bucket
 from .cuda import DeviceGraph, DevicePool
-from .errors import CaptureError, OutputError
+from .errors import CaptureError, NotCapturableError, OutputError
 from .graph import BucketGraph, OutputPlan, Replayable, median_replay_seconds
 from .layout import LeafLayout, SharedBuffers, example_for_bucket, sizes_of_leaves
 from .memory import poison_pool, pool_bytes
@@ -120,7 +120,7 @@ class Capturer:
         finally:
             if self._stream is not None:
                 torch.cuda.synchronize(self.device)
-            self._snapshot.restore()
+            self._snapshot.restore(everything=True)
             self._snapshot, self._example = None, ()
 
     def settle(self) -> None:
@@ -180,8 +180,17 @@ class Capturer:
         with self._on_capture_stream(), torch.no_grad(), _without_autocast_cache():
             # One run under watch, which torch.compile sits out, then those that settle kernels.
             begin()
-            with snapshot.watching():
-                flat = self._run(values)
+            try:
+                with snapshot.watching():
+                    flat = self._run(values)
+            except NotCapturableError:
+                raise
+            except Exception:
+                # Either the function fails, and does so again, or it can't be watched (torch.cond, flex_attention and
+                # others compile themselves, and refuse to under a watch).
+                begin()
+                with snapshot.watching(declared=False):
+                    flat = self._run(values)
             self._note_written(rows)
             self._prepare_outputs(flat, bucket)
             for _ in range(self._warmup):
@@ -348,7 +357,7 @@ def _refuse_tensors(path: str, spec: Spec | None, value: Any) -> None:
 
 
 def _same_bits(view: torch.Tensor, given: torch.Tensor) -> bool:
-    expected = given.expand(view.shape).contiguous()
+    expected = given.resolve_conj().resolve_neg().expand(view.shape).contiguous()
     return torch.equal(view.flatten().view(torch.uint8), expected.flatten().view(torch.uint8))
 
 

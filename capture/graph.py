@@ -60,6 +60,11 @@ class BucketGraph:
     hits: int = 0
     real: dict[str, int] = field(default_factory=dict)
 
+    @property
+    def elements(self) -> int:
+        """Elements of all static views: how large the bucket is."""
+        return sum(tensor.numel() for tensor in (*self.inputs, *self.outputs) if tensor is not None)
+
     def count(self, sizes: Mapping[str, int]) -> None:
         """Notes one replay for a call of these sizes."""
         self.hits += 1

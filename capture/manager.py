@@ -93,6 +93,7 @@ class CaptureManager:
         self._constants: dict[int, Any] = {}
         self._graphs: dict[Bucket, BucketGraph] = {}
         self._capturer: Capturer | None = None
+        self._written: set[int] = set()  # positions of inputs that captures have shown the function to write
 
     def precompile(
         self, example: Mapping[str, Any], *, progress: bool = True, buckets: list[Bucket] | None = None
@@ -158,6 +159,8 @@ class CaptureManager:
                             "others run eagerly",
                             bucket,
                         ) from error
+                    finally:
+                        self._written |= self._capturer.written
                     advance(bucket)
         return self
 
@@ -182,8 +185,7 @@ class CaptureManager:
                 return self._replay(self._graphs[bucket], leaves, sizes)
             self._calls += 1
             self._misses[reason.partition(":")[0]] += 1
-            written = self._capturer.written if self._capturer is not None else ()
-            for position in written:
+            for position in self._written:
                 leaves[position] = leaves[position].clone()
         # Outside the lock: a function on its own needs none of the manager's storage.
         with torch.no_grad():
@@ -264,7 +266,7 @@ class CaptureManager:
             return sizes, None, f"beyond the grid: {self._grid.why_none(sizes)}"
         if bucket not in self._graphs:
             larger = (b for b in self._grid.buckets if b in self._graphs and self._grid.holds(b, sizes))
-            found = next(larger, None)
+            found = min(larger, key=lambda b: self._graphs[b].elements, default=None)
             if found is None:
                 return sizes, bucket, f"not captured: {bucket}"
             bucket = found
@@ -342,8 +344,8 @@ class CaptureManager:
 def _check_parameters(fn: Callable[..., Any], inputs: Mapping[str, Any]) -> None:
     """Raises SpecError for a declared name that the function does not take, where its parameters can be read."""
     try:
-        parameters = inspect.signature(fn).parameters
-    except (TypeError, ValueError):  # a builtin, which has none to read
+        parameters = inspect.signature(fn, follow_wrapped=False).parameters
+    except Exception:  # a builtin, which has none to read, or an object whose own code fails
         return
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return

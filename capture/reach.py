@@ -1,24 +1,34 @@
-"""What a function can reach without being given it: tensors, generators, and the places that tensors are bound to."""
+"""What a function can reach without being given it: tensors, generators, and places that tensors are bound to.
+
+The walk runs no code of the objects that it meets: no property, no ``__getattr__``, no iterator of a subclass.
+What can't be read that way is passed over.
+"""
 
 from __future__ import annotations
 
 import collections
+import contextlib
 import functools
+import logging
 import types
 from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from .places import Contents, Place, Table, is_place
 
 __all__ = ["Reach"]
 
+logger = logging.getLogger(__name__)
+
 # Enough for an engine object that holds a model that holds its caches; the bounds keep a stray reference to
-# half of the process cheap.
+# half of the process cheap. Breadth first, so that what is near counts before what is far.
 _MAX_DEPTH = 6
 _MAX_OBJECTS = 200_000
-_CONTAINERS = (list, tuple, set, frozenset, collections.deque)
 _LEAVES = (str, bytes, int, float, complex, bool, type(None), types.ModuleType, type, torch.dtype, torch.device)
-_MISSING = object()
+_MODULE_TABLES = ("_buffers", "_parameters", "_modules")
 
 
 class Reach:
@@ -35,73 +45,85 @@ class Reach:
     def __init__(self, root: object) -> None:
         self.tensors: list[torch.Tensor] = []
         self.generators: list[torch.Generator] = []
-        self._places: list[tuple[str, Any, Any, Any]] = []  # name, holder, key, what was there
-        self._tables: list[tuple[dict[Any, Any], frozenset[Any]]] = []  # dictionaries and the keys they had
-        self._seen: set[int] = set()
-        self._kept: list[object] = []  # so that no id is used again during the walk
-        stack: list[tuple[Any, int]] = [(root, 0)]
-        while stack and len(self._seen) < _MAX_OBJECTS:
-            node, depth = stack.pop()
-            if isinstance(node, _LEAVES) or id(node) in self._seen:
+        self._watched: list[Place | Table | Contents] = []
+        self._changed: list[Place | Table | Contents] = []
+        seen: set[int] = set()
+        kept: list[object] = []  # so that no id is used again during the walk
+        queue: collections.deque[tuple[Any, int]] = collections.deque([(root, 0)])
+        while queue and len(seen) < _MAX_OBJECTS:
+            node, depth = queue.popleft()
+            kind = type(node)
+            if issubclass(kind, _LEAVES) or id(node) in seen:
                 continue
-            self._seen.add(id(node))
-            self._kept.append(node)
-            if isinstance(node, torch.Tensor):
-                if not isinstance(node, torch.nn.Parameter):
+            seen.add(id(node))
+            kept.append(node)
+            if issubclass(kind, torch.Tensor):
+                if not issubclass(kind, torch.nn.Parameter):
                     self.tensors.append(node)
-            elif isinstance(node, torch.Generator):
+                if is_traceable_wrapper_subclass(node):
+                    queue.extend((getattr(node, name), depth + 1) for name in node.__tensor_flatten__()[0])
+            elif issubclass(kind, torch.Generator):
                 self.generators.append(node)
-            elif depth < _MAX_DEPTH and not getattr(type(node), "holds_captured_graphs", False):
-                stack.extend((child, depth + 1) for child in self._children(node))
-        self._kept.clear()
+            elif depth < _MAX_DEPTH and not any("holds_captured_graphs" in vars(k) for k in kind.__mro__):
+                try:
+                    queue.extend((child, depth + 1) for child in self._children(node, kind))
+                except Exception as error:  # one strange object must not stop a capture
+                    logger.debug("passed over an object of type %s: %s", kind, error)
+        if queue:
+            logger.warning(
+                "the function reaches more than %d objects; state beyond them is not compared", _MAX_OBJECTS
+            )
 
-    def rebound(self) -> list[str]:
-        """Names of places where another tensor is now than was there at the walk."""
-        changed = []
-        for name, holder, key, old in self._places:
-            new = _get(holder, key)
-            if new is not old and isinstance(old, torch.Tensor) and isinstance(new, torch.Tensor):
-                changed.append(name)
-        return changed
+    def rebound(self, read: set[int]) -> str | None:
+        """Notes what is bound otherwise than at the walk, and names a place where state was bound anew.
 
-    def rebind(self) -> None:
-        """Puts back what was where a tensor was, or is now; places that are new lose their tensor."""
-        for _, holder, key, old in self._places:
-            new = _get(holder, key)
-            if new is not old and (isinstance(old, torch.Tensor) or isinstance(new, torch.Tensor)):
-                _set(holder, key, old)
-        for table, keys in self._tables:
-            for key in [
-                key for key, value in dict.items(table) if isinstance(value, torch.Tensor) and key not in keys
-            ]:
-                dict.__delitem__(table, key)
+        Args:
+            read: keys of the storages that the function read: a place whose old tensor it didn't read holds no
+                state.
+        """
+        self._changed = [entry for entry in self._watched if entry.changed()]
+        return next((name for entry in self._changed if (name := entry.moved_on(read)) is not None), None)
 
-    def _children(self, node: Any) -> Iterator[Any]:
-        if isinstance(node, torch.nn.Module):
-            # All its submodules at once: a model nests deeper than the bound on depth.
-            for name, module in node.named_modules():
-                where = type(module).__name__ + (f" {name!r}" if name else "")
-                for table in (module._buffers, module._parameters):
-                    yield from self._values(where, table)
-                attributes = vars(module)
-                yield from self._values(where, attributes, skip=("_buffers", "_parameters", "_modules"))
-                yield type(module).forward
-        elif isinstance(node, dict):
-            yield from self._values("a dictionary's entry", node)
-        elif isinstance(node, _CONTAINERS):
-            if isinstance(node, list):
-                self._places.extend(
-                    (f"item {i} of a list", node, i, v) for i, v in enumerate(node) if _is_place(v)
-                )
-            yield from list(node)
-        elif isinstance(node, functools.partial):
+    def rebind(self, *, everything: bool = False) -> None:
+        """Puts back what was bound at the walk, where it changed when last looked at, or everywhere."""
+        for entry in self._watched if everything else self._changed:
+            entry.put_back()
+
+    def _children(self, node: Any, kind: type) -> Iterator[Any]:
+        if issubclass(kind, torch.nn.Module):
+            yield from self._of_module(node)
+        elif issubclass(kind, dict):
+            yield from self._of_table("a dictionary's entry", node)
+        elif issubclass(kind, (list, collections.deque)):
+            base: Any = list if issubclass(kind, list) else collections.deque
+            contents = tuple(base.__iter__(node))
+            if not contents or any(map(is_place, contents)):
+                self._watched.append(Contents(node, base, contents))
+            yield from contents
+        elif issubclass(kind, (tuple, set, frozenset)):
+            plain: Any = next(b for b in (tuple, set, frozenset) if issubclass(kind, b))
+            yield from tuple(plain.__iter__(node))
+        elif issubclass(kind, functools.partial):
             yield from (node.func, node.args, node.keywords)
-        elif isinstance(node, types.MethodType):
+        elif issubclass(kind, types.MethodType):
             yield from (node.__self__, node.__func__)
-        elif isinstance(node, types.FunctionType):
+        elif issubclass(kind, types.FunctionType):
             yield from self._of_function(node)
         else:
-            yield from self._of_object(node)
+            yield from self._of_object(node, kind)
+
+    def _of_module(self, node: torch.nn.Module) -> Iterator[Any]:
+        # All its submodules at once: a model nests deeper than the bound on depth.
+        for name, module in torch.nn.Module.named_modules(node):
+            where = type(module).__name__ + (f" {name!r}" if name else "")
+            attributes = object.__getattribute__(module, "__dict__")
+            for table in (attributes.get("_buffers"), attributes.get("_parameters")):
+                if isinstance(table, dict):
+                    yield from self._of_table(where, table)
+            if isinstance(module, torch.jit.ScriptModule):  # whose buffers lie outside Python
+                yield from (buffer for _, buffer in module.named_buffers(recurse=False))
+            yield from self._of_table(where, attributes, skip=_MODULE_TABLES)
+            yield type(module).forward
 
     def _of_function(self, node: types.FunctionType) -> Iterator[Any]:
         for cell in node.__closure__ or ():
@@ -109,55 +131,57 @@ class Reach:
                 content = cell.cell_contents
             except ValueError:  # a cell that its function has not filled yet
                 continue
-            if _is_place(content):
-                self._places.append(("a variable of an enclosing function", cell, None, content))
+            self._watch("a variable of an enclosing function", cell, "cell_contents", content)
             yield content
         yield from (node.__defaults__ or ())
         yield from (node.__kwdefaults__ or {}).values()
-        for name in _global_names(node.__code__):
-            if name in node.__globals__:
-                value = node.__globals__[name]
-                if _is_place(value):
-                    self._places.append((f"the global {name!r}", node.__globals__, name, value))
-                yield value
-        if hasattr(node, "__wrapped__"):
-            yield node.__wrapped__
+        names = set(_global_names(node.__code__))
+        for name in names & node.__globals__.keys():
+            value = node.__globals__[name]
+            self._watch(f"the global {name!r}", node.__globals__, name, value)
+            if isinstance(value, (types.ModuleType, type)):
+                # What the code may mean by value.attribute.
+                for attribute in names & vars(value).keys():
+                    found = vars(value)[attribute]
+                    if isinstance(found, torch.Tensor):
+                        self._watch(f"{name}.{attribute}", value, attribute, found)
+                        yield found
+            yield value
+        wrapped = vars(node).get("__wrapped__")
+        if wrapped is not None:
+            yield wrapped
 
-    def _of_object(self, node: Any) -> Iterator[Any]:
-        where = type(node).__name__
-        attributes = getattr(node, "__dict__", None)
-        if isinstance(attributes, dict):
-            yield from self._values(where, attributes)
-        for kind in type(node).__mro__:
-            slots = vars(kind).get("__slots__", ())
-            for name in (slots,) if isinstance(slots, str) else slots:
-                member = vars(kind).get(name)
-                if isinstance(member, types.MemberDescriptorType):
-                    value = _get(node, member)
-                    if _is_place(value):
-                        self._places.append((f"{where}.{name}", node, member, value))
-                    yield value
-            # Class attributes, and what the methods name.
-            for value in list(vars(kind).values()) if kind.__module__ != "builtins" else ():
-                if isinstance(value, (torch.Tensor, types.FunctionType, dict, *_CONTAINERS)):
-                    yield value
+    def _of_object(self, node: Any, kind: type) -> Iterator[Any]:
+        with contextlib.suppress(AttributeError):
+            attributes = object.__getattribute__(node, "__dict__")
+            if type(attributes) is dict:
+                yield from self._of_table(kind.__name__, attributes)
+        for base in kind.__mro__:
+            for name, member in list(vars(base).items()):
+                if isinstance(member, types.MemberDescriptorType) and base.__module__ != "builtins":
+                    with contextlib.suppress(AttributeError):
+                        value = member.__get__(node)
+                        self._watch(f"{kind.__name__}.{name}", node, member, value)
+                        yield value
+                elif isinstance(
+                    member, (torch.Tensor, types.FunctionType, dict, list, tuple, collections.deque)
+                ):
+                    # Class attributes, and what methods name.
+                    yield member
 
-    def _values(self, where: str, table: dict[Any, Any], skip: tuple[str, ...] = ()) -> Iterator[Any]:
+    def _of_table(self, where: str, table: dict[Any, Any], skip: tuple[str, ...] = ()) -> Iterator[Any]:
         # dict's own methods: a subclass may do anything in its own.
-        self._tables.append((table, frozenset(dict.keys(table))))
-        for key, value in list(dict.items(table)):
-            if key in skip:
-                continue
-            if _is_place(value):
-                self._places.append(
-                    (f"{where}[{key!r}]" if "entry" in where else f"{where}.{key}", table, key, value)
-                )
+        entries = [(key, value) for key, value in dict.items(table) if key not in skip]
+        attributes = "entry" not in where
+        if attributes or not entries or any(is_place(value) for _, value in entries):
+            self._watched.append(Table(table, frozenset(dict.keys(table))))
+        for key, value in entries:
+            self._watch(f"{where}.{key}" if attributes else f"{where} [{key!r}]", table, key, value)
             yield value
 
-
-def _is_place(value: Any) -> bool:
-    """Whether a tensor is bound there, or may be at first use."""
-    return value is None or isinstance(value, torch.Tensor)
+    def _watch(self, name: str, holder: Any, key: Any, value: Any) -> None:
+        if is_place(value):
+            self._watched.append(Place(name, holder, key, value))
 
 
 def _global_names(code: types.CodeType) -> Iterator[str]:
@@ -165,25 +189,3 @@ def _global_names(code: types.CodeType) -> Iterator[str]:
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             yield from _global_names(constant)
-
-
-def _get(holder: Any, key: Any) -> Any:
-    try:
-        if isinstance(holder, types.CellType):
-            return holder.cell_contents
-        if isinstance(key, types.MemberDescriptorType):
-            return key.__get__(holder)
-        return dict.get(holder, key, _MISSING) if isinstance(holder, dict) else holder[key]
-    except (ValueError, AttributeError, IndexError):  # emptied since
-        return _MISSING
-
-
-def _set(holder: Any, key: Any, value: Any) -> None:
-    if isinstance(holder, types.CellType):
-        holder.cell_contents = value
-    elif isinstance(key, types.MemberDescriptorType):
-        key.__set__(holder, value)
-    elif isinstance(holder, dict):
-        dict.__setitem__(holder, key, value)
-    elif key < len(holder):
-        holder[key] = value

@@ -89,8 +89,18 @@ class Recording:
         self, fn: Callable[[], object], keep: list[torch.Tensor], outside: OutsideMemory | None = None
     ) -> None:
         tape = _Tape(keep)
-        with torch.no_grad(), torch.compiler.set_stance("force_eager"), _FunctionRules(), tape:
-            fn()
+        try:
+            with torch.no_grad(), torch.compiler.set_stance("force_eager"), _FunctionRules(), tape:
+                fn()
+        except Exception as error:
+            if "HigherOrderOperator" not in str(error) and not type(error).__module__.startswith(
+                "torch._dynamo"
+            ):
+                raise
+            raise NotCapturableError(
+                "the function runs an operation that takes functions, or compiles itself (torch.cond, flex_attention), "
+                "which can't be recorded on a CPU: capture it on a GPU, or use a plain form on a CPU"
+            ) from error
         self._steps = tape.steps
         self._intermediates = tape.intermediates
         self._outside = outside if outside is not None else OutsideMemory()

@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .errors import NotCapturableError
+from .places import storage_key
 from .reach import Reach
 
 __all__ = ["StateSnapshot"]
@@ -49,38 +50,50 @@ class StateSnapshot:
         self._cpu_state = torch.get_rng_state()
         self._cuda_state = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
         self._generators = [(generator, generator.get_state()) for generator in self._reach.generators]
-        self._ignored = {_key(tensor) for tensor in inputs}
+        self._ignored = {storage_key(tensor) for tensor in inputs}
         self._written: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._compared: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         for tensor in self._reach.tensors:
             memory = _memory(tensor)
-            if memory is not None and memory.numel() <= _COMPARED_BYTES and _key(tensor) not in self._ignored:
-                self._compared.setdefault(_key(tensor), (memory, memory.clone()))
+            if (
+                memory is not None
+                and memory.numel() <= _COMPARED_BYTES
+                and storage_key(tensor) not in self._ignored
+            ):
+                self._compared.setdefault(storage_key(tensor), (memory, memory.clone()))
 
     @contextlib.contextmanager
-    def watching(self) -> Iterator[None]:
+    def watching(self, *, declared: bool = True) -> Iterator[None]:
         """Notes what the body writes.
 
+        Args:
+            declared: whether to watch operations; without it only the comparison finds writes.
+
         Raises:
-            NotCapturableError: the body bound a tensor anew where another tensor was.
+            NotCapturableError: the body bound state anew: tensors that it read gave way to others.
         """
+        watch = _Watch(self._about_to_write)
         try:
-            with _Watch(self._about_to_write):
+            with watch if declared else contextlib.nullcontext():
                 yield
         finally:
             for key, (memory, saved) in self._compared.items():
                 if key not in self._written and not torch.equal(memory, saved):
                     self._written[key] = (memory, saved)
-        rebound = self._reach.rebound()
-        if rebound:
+            moved = self._reach.rebound(watch.read)
+        if moved is not None:
             raise NotCapturableError(
-                f"the function sets {rebound[0]} to another tensor, and a replay runs no Python: it would go on with "
-                "the tensor of the capture; write into the tensor that is there, with copy_ or an in-place operation"
+                f"the function sets {moved} to another tensor, and a replay runs no Python: it would go on with the "
+                "tensor of the capture; write into the tensor that is there, with copy_ or an in-place operation"
             )
 
-    def restore(self) -> None:
-        """Puts bindings, values and generators back; tensors that nobody wrote are not touched."""
-        self._reach.rebind()
+    def restore(self, *, everything: bool = False) -> None:
+        """Puts bindings, values and generators back; tensors that nobody wrote are not touched.
+
+        Args:
+            everything: look at every binding, not only at those that the watched run changed.
+        """
+        self._reach.rebind(everything=everything)
         # Inference mode, since some of the tensors may be inference tensors, which nothing else may write.
         with torch.inference_mode():
             for memory, saved in self._written.values():
@@ -92,7 +105,7 @@ class StateSnapshot:
             generator.set_state(state)
 
     def _about_to_write(self, tensor: torch.Tensor) -> None:
-        key = _key(tensor)
+        key = storage_key(tensor)
         if key in self._ignored or key in self._written:
             return
         memory = _memory(tensor)
@@ -110,6 +123,7 @@ class _Watch(TorchDispatchMode):
         # Keys alone: to hold the tensors would keep every intermediate of the run in memory. A key that is used
         # again is again that of a storage that an operation made.
         self._made: set[int] = set()
+        self.read: set[int] = set()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -122,36 +136,31 @@ class _Watch(TorchDispatchMode):
                     continue
                 value = args[position] if position < len(args) else kwargs.get(argument.name)
                 for leaf in pytree.tree_leaves(value):
-                    if isinstance(leaf, torch.Tensor) and _key(leaf) not in self._made:
+                    if isinstance(leaf, torch.Tensor) and storage_key(leaf) not in self._made:
                         self._tell(leaf)
         outputs = func(*args, **kwargs)
-        read = {_key(leaf) for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}
+        read = {
+            storage_key(leaf) for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)
+        }
+        self.read |= read
         for leaf in pytree.tree_leaves(outputs):
-            if isinstance(leaf, torch.Tensor) and _key(leaf) not in read:
-                self._made.add(_key(leaf))
+            if isinstance(leaf, torch.Tensor) and storage_key(leaf) not in read:
+                self._made.add(storage_key(leaf))
         return outputs
-
-
-def _key(tensor: torch.Tensor) -> int:
-    try:
-        return int(tensor.untyped_storage()._cdata)
-    except (
-        NotImplementedError,
-        RuntimeError,
-        ValueError,
-    ):  # no storage of its own: sparse, nested, not yet made
-        return id(tensor)
 
 
 def _memory(tensor: torch.Tensor) -> torch.Tensor | None:
     """All bytes of a tensor's storage, or None where it has none that a function could write."""
     if tensor.device.type not in ("cpu", "cuda"):
         return None
+    if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        return None  # a fake or a wrapper: its memory is nowhere, or its inner tensors'
     try:
         storage = tensor.untyped_storage()
+        # Wrapper subclasses and fake tensors have a storage of some size and no memory behind it.
+        if storage.nbytes() == 0 or storage.data_ptr() == 0:
+            return None
     except (NotImplementedError, RuntimeError, ValueError):
-        return None
-    if storage.nbytes() == 0:
         return None
     try:
         with torch.inference_mode(tensor.is_inference()):

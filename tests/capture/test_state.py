@@ -3,6 +3,8 @@
 import collections
 import dataclasses
 import functools
+import threading
+import unittest.mock
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -10,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mmgraph.capture import (
     BucketGrid,
@@ -20,6 +23,7 @@ from mmgraph.capture import (
     rows,
     static,
 )
+from mmgraph.capture.places import Place
 
 GRID = BucketGrid(n=(4, 8, 16))
 
@@ -354,3 +358,199 @@ def test_state_is_put_back_where_the_function_fails_after_writing_it_unseen() ->
     with pytest.raises(CaptureFailedError, match="by the user"):
         captured(function)
     assert torch.equal(norm.running_mean, before)
+
+
+class Odd:
+    """Objects that a walk over attributes must survive without running their code."""
+
+    calls = 0
+
+    @property
+    def side_effect(self) -> int:
+        Odd.calls += 1
+        raise RuntimeError("a property was called")
+
+    def __getattr__(self, name: str) -> Any:
+        Odd.calls += 1
+        raise KeyError(name)
+
+
+class OddList(list[Any]):
+    def __iter__(self) -> Any:
+        raise RuntimeError("an iterator was called")
+
+    def __len__(self) -> int:
+        raise RuntimeError("a length was asked for")
+
+
+class Lying:
+    @property
+    def __class__(self) -> type:  # type: ignore[override]
+        raise RuntimeError("its class was asked for")
+
+
+def dead_proxy() -> Any:
+    class Target:
+        pass
+
+    target = Target()
+    return weakref.proxy(target)
+
+
+ODD: dict[str, Callable[[], Any]] = {
+    "raising __getattr__": Odd,
+    "list with code of its own": lambda: OddList([torch.ones(1)]),
+    "lying class": Lying,
+    "dead proxy": dead_proxy,
+    "mock": lambda: unittest.mock.MagicMock(spec=dict),
+    "script module": lambda: torch.jit.script(torch.nn.BatchNorm1d(1)),
+    "nested tensor": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
+    "lock": threading.Lock,
+    "fake tensor": lambda: FakeTensorMode().from_tensor(torch.ones(3)),
+    "uninitialised buffer": lambda: torch.nn.parameter.UninitializedBuffer(),
+    "weak reference": lambda: weakref.ref(torch.nn.Linear(1, 1)),
+}
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("name", ODD)
+def test_strange_objects_in_reach_neither_run_nor_stop_a_capture(name: str) -> None:
+    strange = ODD[name]()
+    Odd.calls = 0
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return x * 2 if id(strange) else x
+
+    assert captured(function)(x=torch.ones(3)).tolist() == [2.0] * 3
+    assert Odd.calls == 0
+
+
+def in_tuple(holder: Any) -> None:
+    holder.state = (holder.state[0] + 1,)
+
+
+def in_new_list(holder: Any) -> None:
+    holder.state = [tensor + 1 for tensor in holder.state]
+
+
+def in_place_of_item(holder: Any) -> None:
+    holder.state[0] = holder.state[0] + 1
+
+
+def in_deque(holder: Any) -> None:
+    holder.state.append(holder.state[0] + 1)
+
+
+@pytest.mark.parametrize(
+    ("state", "step"),
+    [
+        (lambda: (torch.zeros(2),), in_tuple),
+        (lambda: [torch.zeros(2)], in_new_list),
+        (lambda: [torch.zeros(2)], in_place_of_item),
+        (lambda: collections.deque([torch.zeros(2)], maxlen=1), in_deque),
+    ],
+)
+def test_state_in_containers_that_is_bound_anew_is_refused_and_kept(
+    state: Any, step: Callable[[Any], None]
+) -> None:
+    class Holder:
+        def __init__(self) -> None:
+            self.state = state()
+
+        def __call__(self, x: torch.Tensor) -> torch.Tensor:
+            step(self)
+            return x + self.state[0].sum()
+
+    holder = Holder()
+    before, tensor = holder.state, holder.state[0]
+    with pytest.raises(CaptureFailedError, match="to another tensor"):
+        captured(holder)
+    assert holder.state is before
+    assert holder.state[0] is tensor
+    assert not tensor.any()
+
+
+def test_what_is_near_is_found_although_a_longer_path_leads_there_too() -> None:
+    class Node:
+        pass
+
+    class Engine:
+        def __init__(self) -> None:
+            self.cache = {"k": torch.zeros(2)}
+            node = self.chain = Node()
+            for _ in range(3):
+                node.next = Node()  # type: ignore[attr-defined]
+                node = node.next  # type: ignore[attr-defined]
+            node.cache = self.cache  # type: ignore[attr-defined]
+
+        def __call__(self, x: torch.Tensor) -> torch.Tensor:
+            self.cache["k"] = self.cache["k"] + 1
+            return x + self.cache["k"].sum()
+
+    engine = Engine()
+    with pytest.raises(CaptureFailedError, match="to another tensor"):
+        captured(engine)
+    assert not engine.cache["k"].any()
+
+
+def test_what_is_only_stored_is_no_state_whether_or_not_it_ran_before() -> None:
+    class Stores(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.seen: list[torch.Tensor] = []
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.last = x * 2
+            self.seen.append(self.last)
+            return self.last + 1
+
+    module = Stores()
+    module(torch.zeros(2))
+    last, seen = module.last, list(module.seen)
+    assert captured(module)(x=torch.ones(3)).tolist() == [3.0] * 3
+    assert module.last is last
+    assert [a is b for a, b in zip(module.seen, seen, strict=True)] == [True]
+
+
+def test_a_capture_looks_at_many_objects_once_and_not_for_every_run() -> None:
+    looked = []
+
+    class Counted(Place):
+        def changed(self) -> bool:
+            looked.append(self.name)
+            return super().changed()
+
+    vocabulary = {str(i): None for i in range(200)}
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return x * (2 if vocabulary else 1)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("mmgraph.capture.reach.Place", Counted)
+        captured(function)
+    assert 200 <= len(looked) < 200 * 2 * len(GRID)  # once a bucket, of four runs and three replays
+
+
+def test_wrapped_functions_are_asked_for_their_own_parameters() -> None:
+    def plain(x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    @functools.wraps(plain)
+    def masked(*args: Any, mask: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        return plain(*args, **kwargs) * mask
+
+    manager = CaptureManager(
+        masked, inputs={"x": rows("n"), "mask": rows("n")}, outputs=rows("n"), buckets=BucketGrid(n=(4,))
+    )
+    manager.precompile({"x": torch.ones(3), "mask": torch.ones(3)}, progress=False)
+    assert manager(x=torch.ones(2), mask=torch.tensor([1.0, 0.0])).tolist() == [1.0, 0.0]
+
+
+def test_operations_that_cannot_be_watched_or_recorded_fail_the_capture_and_nothing_else() -> None:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return torch.cond(torch.ones((), dtype=torch.bool), lambda y: y + 1, lambda y: y - 1, (x,))
+
+    with pytest.raises(CaptureFailedError) as caught:
+        captured(function)
+    assert "_Watch" not in str(caught.value)
+    assert captured(lambda x: x * 2)(x=torch.ones(2)).tolist() == [2.0, 2.0]
