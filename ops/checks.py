@@ -29,10 +29,23 @@ def check_tensors(op: str, **arguments: Any) -> None:
             raise ArgumentError(f"{op}: {name} must be a torch.Tensor, got {type(value).__name__}; {remedy}.")
 
 
-def refuse_forward_mode(op: str) -> None:
-    """Raise GradientError under forward-mode differentiation, which the ops have no rule for: it would give zeros."""
-    if not torch.compiler.is_compiling() and torch.autograd.forward_ad._current_level >= 0:
+def refuse_forward_mode(op: str, *tensors: torch.Tensor) -> None:
+    """Raise GradientError for a tensor with a forward-mode tangent, for which the ops would give zeros."""
+    if torch.compiler.is_compiling() or torch.autograd.forward_ad._current_level < 0:
+        return
+    if any(torch.autograd.forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors):
         raise GradientError(f"{op} has no forward-mode derivative: use reverse mode, or call it outside jvp.")
+
+
+def needs_gradient(*tensors: torch.Tensor) -> bool:
+    """Whether the op with a gradient must be called.
+
+    While a graph is traced with gradients on, always: under torch.func's transforms the tensors that are traced
+    don't say that they need one, and the op without a gradient would give zeros.
+    """
+    if not torch.is_grad_enabled():
+        return False
+    return torch.compiler.is_compiling() or any(tensor.requires_grad for tensor in tensors)
 
 
 def refuse_gradients(op: str, remedy: str, *tensors: torch.Tensor) -> None:

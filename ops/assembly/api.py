@@ -62,10 +62,10 @@ def assemble_embeddings(
         DataError: On CPU, a value of ``row_map`` (or, with ``strict``, an id) is out of range. On CUDA such rows come
             out as zeros (ids: clamped) and ``check_errors`` raises it.
     """
-    checks.refuse_forward_mode("assemble_embeddings")
     checks.check_tensors("assemble_embeddings", input_ids=input_ids, table=table, pool=pool)
+    checks.refuse_forward_mode("assemble_embeddings", table, pool)
     index = _map_tensor(row_map, pool)
-    if torch.is_grad_enabled() and (table.requires_grad or pool.requires_grad):
+    if checks.needs_gradient(table, pool):
         return _assemble_autograd(input_ids, table, pool, index, strict)
     return _assemble(input_ids, table, pool, index, strict)
 
@@ -94,8 +94,8 @@ def assemble_embeddings_out(
         GradientError: An input or ``out`` needs a gradient, which this form doesn't have.
         DataError: As for ``assemble_embeddings``; on CPU ``out`` is then untouched.
     """
-    checks.refuse_forward_mode("assemble_embeddings_out")
     checks.check_tensors("assemble_embeddings_out", input_ids=input_ids, table=table, pool=pool, out=out)
+    checks.refuse_forward_mode("assemble_embeddings_out", table, pool, out)
     _assemble_out(input_ids, table, pool, _map_tensor(row_map, pool), strict, out=out)
 
 
@@ -120,9 +120,9 @@ def merge_embeddings(
         ArgumentError: A shape, dtype or device doesn't fit.
         CountMismatchError: Placeholders and feature rows differ in number.
     """
-    checks.refuse_forward_mode("merge_embeddings")
     checks.check_tensors("merge_embeddings", embeds=embeds, mask=mask, features=features)
-    if torch.is_grad_enabled() and (embeds.requires_grad or features.requires_grad):
+    checks.refuse_forward_mode("merge_embeddings", embeds, features)
+    if checks.needs_gradient(embeds, features):
         return _merge_autograd(embeds, mask, features, num_placeholders)
     return _merge(embeds, mask, features, num_placeholders)
 
@@ -148,9 +148,9 @@ def deepstack_add(
         DataError: On CPU, a value of ``row_map`` is out of range. On CUDA nothing is added to such rows and
             ``check_errors`` raises it.
     """
-    checks.refuse_forward_mode("deepstack_add")
     checks.check_tensors("deepstack_add", hidden=hidden, pool=pool)
+    checks.refuse_forward_mode("deepstack_add", hidden, pool)
     index = _map_tensor(row_map, pool)
-    if torch.is_grad_enabled() and (hidden.requires_grad or pool.requires_grad):
+    if checks.needs_gradient(hidden, pool):
         return _deepstack_autograd(hidden, pool, index, level)
     return _deepstack(hidden, pool, index, level)

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 
 from mmgraph.ops.attention.registry import backend_names, unknown_backend
-from mmgraph.ops.checks import check_max_seqlen_type, check_tensors, refuse_forward_mode
+from mmgraph.ops.checks import check_max_seqlen_type, check_tensors, needs_gradient, refuse_forward_mode
 from mmgraph.ops.registration import overload
 
 _attention: Callable[..., torch.Tensor] = overload("varlen_attention")
@@ -52,11 +52,11 @@ def varlen_attention(
             installed and can't be imported.
         GradientError: An input needs a gradient and the backend asked for has none.
     """
-    refuse_forward_mode("varlen_attention")
     check_tensors("varlen_attention", q=q, k=k, v=v, cu_seqlens=cu_seqlens)
+    refuse_forward_mode("varlen_attention", q, k, v)
     if type(max_seqlen) is not int:
         check_max_seqlen_type(max_seqlen)
-    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+    if needs_gradient(q, k, v):
         if backend is not None and backend not in _named:
             raise unknown_backend(backend)
         out: torch.Tensor = _attention_lse(q, k, v, cu_seqlens, max_seqlen, scale, causal, backend or "")[0]

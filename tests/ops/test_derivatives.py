@@ -50,6 +50,33 @@ def test_forward_mode_is_refused(name: str) -> None:
     assert OPS[name](rows()).isfinite().all()
 
 
+@pytest.mark.parametrize("name", OPS)
+def test_a_derivative_of_something_else_is_not_refused(name: str) -> None:
+    def function(scale: torch.Tensor) -> torch.Tensor:
+        return scale * OPS[name](rows()).sum()
+
+    one = torch.ones((), dtype=torch.float64)
+    _, tangent = torch.func.jvp(function, (one,), (one,))
+    torch.testing.assert_close(tangent, OPS[name](rows()).sum())
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_compiled_function_transforms_never_give_zeros(name: str) -> None:
+    def gradient(x: torch.Tensor) -> torch.Tensor:
+        return torch.func.grad(lambda y: OPS[name](y).pow(2).sum())(x)
+
+    leaf = rows().requires_grad_()
+    (expected,) = torch.autograd.grad(OPS[name](leaf).pow(2).sum(), leaf)
+    torch._dynamo.reset()
+    compiled = torch.compile(gradient, backend="aot_eager", fullgraph=True)
+    try:
+        got = compiled(rows())
+    except Exception as error:  # PyTorch refuses the transform aloud, as it does in eager
+        assert "functorch" in str(error) or "setup_context" in str(error) or "autograd" in str(error).lower()  # noqa: PT017
+    else:
+        torch.testing.assert_close(got, expected)
+
+
 def test_a_source_near_the_largest_integer_is_outside_the_pool() -> None:
     with pytest.raises(ops.ArgumentError, match="must lie inside the 10 pool rows"):
         ops.RowMap.from_ranges(5, [0], [2], [2**63 - 2], pool_rows=10)
