@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from .buckets import Bucket
 from .cuda import DeviceGraph, DevicePool
@@ -20,8 +19,9 @@ from .errors import CaptureError, NotCapturableError, OutputError
 from .graph import BucketGraph, OutputPlan, Replayable, median_replay_seconds
 from .layout import LeafLayout, SharedBuffers, example_for_bucket, sizes_of_leaves
 from .memory import poison_pool, pool_bytes
+from .outputs import output_layout, refuse_tensors
 from .recorder import OutsideMemory, Recording
-from .spec import BucketSize, Constant, Offsets, Rows, Signature, Spec, Static
+from .spec import BucketSize, Constant, Signature
 from .state import StateSnapshot
 
 __all__ = ["Capturer", "autocast_state"]
@@ -295,7 +295,7 @@ class Capturer:
             return
         layouts: list[LeafLayout | None] = []
         for path, spec, value in zip(self._signature.output_paths, self._signature.outputs, flat, strict=True):
-            layouts.append(_output_layout(path, spec, value, bucket, self.device))
+            layouts.append(output_layout(path, spec, value, bucket, self.device))
         buffers = SharedBuffers(layouts, self._buckets)
         self._outputs = buffers
         self._output_plans = tuple(OutputPlan(layout) for layout in layouts)
@@ -304,7 +304,7 @@ class Capturer:
         paths, specs = self._signature.output_paths, self._signature.outputs
         for plan, path, spec, value in zip(self._output_plans or (), paths, specs, flat, strict=True):
             if plan.layout is None:
-                _refuse_tensors(path, spec, value)
+                refuse_tensors(path, spec, value)
                 continue
             expected = plan.layout.full_shape(bucket)
             if (
@@ -314,46 +314,6 @@ class Capturer:
             ):
                 got = f"{value.dtype} {list(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
                 raise OutputError(f"{path} at {bucket} must be {plan.layout.dtype} {list(expected)}, got {got}")
-
-
-def _output_layout(
-    path: str, spec: Spec | None, value: Any, bucket: Bucket, device: torch.device
-) -> LeafLayout | None:
-    if spec is None or isinstance(spec, Constant):
-        _refuse_tensors(path, spec, value)
-        return None
-    if not isinstance(value, torch.Tensor):
-        remedy = "declare constant() for other values"
-        if isinstance(value, (list, tuple, dict)):
-            remedy = "declare outputs with the structure that it has, such as (rows(...), rows(...))"
-        raise OutputError(f"{path} must be a tensor, got {type(value).__name__}: {remedy}")
-    if value.device != device:
-        raise OutputError(f"{path} is on {value.device}, the inputs are on {device}")
-    shape = tuple(value.shape)
-    if isinstance(spec, Rows):
-        rows = bucket[spec.dim] // spec.per
-        if len(shape) <= spec.axis or shape[spec.axis] != rows:
-            raise OutputError(
-                f"{path} must have {rows} rows along axis {spec.axis} at {bucket} (one per {spec.per} of "
-                f"{spec.dim!r}), got shape {list(shape)}"
-            )
-        shape = shape[: spec.axis] + shape[spec.axis + 1 :]
-    elif isinstance(spec, Offsets):
-        shape = ()
-    elif not isinstance(spec, Static):
-        raise OutputError(f"{path} has a spec that outputs cannot have: {spec!r}")
-    return LeafLayout(path, spec, value.dtype, device, shape)
-
-
-def _refuse_tensors(path: str, spec: Spec | None, value: Any) -> None:
-    """Refuses an output that is declared to be no tensor and is, or holds, one: nobody would copy it out."""
-    if spec is None and value is not None:
-        raise OutputError(f"{path} is declared as None, got {type(value).__name__}: declare its spec")
-    if any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(value)):
-        raise OutputError(
-            f"{path} is declared constant but is a tensor or holds one: declare rows or static, so that it is "
-            "copied out"
-        )
 
 
 def _same_bits(view: torch.Tensor, given: torch.Tensor) -> bool:
