@@ -1,6 +1,6 @@
-"""How one bucket is captured:
+"""How one bucket is captured.
 
-example values, warm-up, checks of what the function returns, and the capture itself.
+Example values, warm-up, checks of what the function returns, and the capture itself.
 """
 
 from __future__ import annotations
@@ -132,8 +132,8 @@ class Capturer:
         """Runs `work` on the owner stream, which waits for the caller's stream and is waited for.
 
         Graphs share library workspaces with all that was captured on the same stream, so they are replayed
-        there and nowhere else. Two events made once and bare switches: the context managers cost the host about
-        20 us a call.
+        there and nowhere else. Two events made once and bare switches cost the host less than the context
+        managers do.
         """
         if self._stream is None:
             work()

@@ -94,9 +94,9 @@ class DeviceGraph:
 
 @contextlib.contextmanager
 def _no_garbage_collection() -> Iterator[None]:
-    """Collects now and not again until the end:
+    """Collects now and not again until the end.
 
-    a graph that the collector destroys during a capture breaks the capture.
+    A graph that the collector destroys during a capture breaks the capture.
     """
     gc.collect()
     enabled = gc.isenabled()

@@ -36,10 +36,7 @@ class Replayable(Protocol):
 
 @dataclass(frozen=True)
 class OutputPlan:
-    """How one output leaf is handed out:
-
-    a tensor from its static buffer, or a value that the capture returned.
-    """
+    """How one output leaf is handed out: from its static buffer, or as the value that the capture returned."""
 
     layout: LeafLayout | None
     value: Any = None
@@ -120,10 +117,7 @@ def allocate_outputs(graph: BucketGraph, sizes: Mapping[str, int]) -> list[torch
 
 
 def copy_out(graph: BucketGraph, sizes: Mapping[str, int], results: Sequence[torch.Tensor | None]) -> None:
-    """Copies the outputs, cut to the call's sizes, into memory of the caller's:
-
-    no later replay changes them.
-    """
+    """Copies the outputs, cut to the call's sizes, into the caller's memory, which no later replay changes."""
     for plan, source, result in zip(graph.plans, graph.outputs, results, strict=True):
         if plan.layout is None or source is None or result is None:
             continue

@@ -1,6 +1,6 @@
-"""Places that tensors are bound to:
+"""Places that tensors are bound to, each of which can be put back.
 
-attributes, entries, variables, and the contents of lists. Each can be put back.
+Attributes, entries, variables, and the contents of lists.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What a manager did:
+"""What a manager did, as a table or as JSON.
 
-per bucket hits, padding, bytes and replay time, and every kind of miss. As a table or as JSON.
+Per bucket hits, padding, bytes and replay time, and every kind of miss.
 """
 
 from __future__ import annotations

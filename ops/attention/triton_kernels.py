@@ -70,10 +70,7 @@ def _step(
     SCALE_FIRST: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """One block of keys, which the pointers are at:
-
-    running output, sum and maximum of the softmax in base 2.
-    """
+    """One block of keys, which the pointers are at, into the output, sum and maximum of the base-2 softmax."""
     rows = tl.arange(0, BLOCK_N)
     limit = length - first
     k = _load(k_ptr, k_stride, rows, limit, D, DP, MASKED, ALIGNED)
@@ -152,9 +149,9 @@ def _check_sequence(cu_ptr, flag_ptr, sequence, tokens, max_seqlen, FAULT: tl.co
 
 @triton.jit
 def _find_sequence(cu_ptr, batch, block, tokens, BLOCK_M: tl.constexpr):
-    """The sequence that owns a block when sequence s owns those from ``cu[s] // BLOCK_M + s`` on; batch:
+    """The sequence that owns a block: sequence s owns those from ``cu[s] // BLOCK_M + s`` on.
 
-    the tail. Whatever the offsets are, the last block finds the tail.
+    ``batch`` stands for the tail; whatever the offsets are, the last block finds it.
     """
     low = 0
     high = batch + 1

@@ -47,6 +47,27 @@ def test_a_table_follows_its_results(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert tables.filled(made) == made
 
 
+WRONG = """
+        /*4940*/                   UMOV UR6, UR12 ;
+        /*4980*/                   UIADD3 UR4, UP0, UR5, 0x40, URZ ;
+        /*4990*/                   UIADD3.X UR5, UR5, -0x7fffffe0, URZ, UP0, !UPT ;
+"""
+RIGHT = """
+        /*0a00*/                   USEL UR4, UR5, URZ, UP1 ;
+        /*0a10*/                   UMOV UR4, URZ ;
+        /*0a20*/                   UIADD3.X UR9, UR4, -0x7fffffe0, URZ, UP0, !UPT ;
+        /*0a30*/                   UIADD3.X UR9, UR8, 0x20, URZ, UP0, !UPT ;
+"""
+
+
+def test_a_wrong_descriptor_is_found_in_machine_code() -> None:
+    found = load("machine_code").wrong_descriptors
+    setup = "        /*4000*/                   USEL UR5, UR17, UR5, !UP0 ;"
+    assert [line.split(":")[0] for line in found(setup + WRONG)] == ["4990"]
+    assert found(RIGHT) == []
+    assert len(found(RIGHT.replace("UMOV UR4, URZ", "UMOV UR4, UR7"))) == 1
+
+
 @pytest.mark.parametrize(
     "arguments",
     [["assembly.py", "--smoke"], ["attention.py", "--smoke"], ["replay.py", "--smoke"]],

@@ -142,14 +142,15 @@ def test_any_lengths(graphs: CaptureManager, block: Block, lengths: list[int], t
     assert_close(graphs(**call), block(**call))
 
 
-def test_no_call_waits_for_the_device(graphs: CaptureManager) -> None:
+def test_no_call_waits_for_the_device(graphs: CaptureManager, block: Block) -> None:
     call = make_call([20, 30], 0, seed=6)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        graphs(**call)
+        result = graphs(**call)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+    assert_close(result, block(**call))
 
 
 def test_state_ends_as_after_the_calls_made(block: Block) -> None:

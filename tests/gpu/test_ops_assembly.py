@@ -157,16 +157,19 @@ def test_nothing_synchronises():
     def work():
         hidden = ops.assemble_embeddings(ids, table, pool, host_map)
         hidden = ops.merge_embeddings(hidden, mask, features)
-        ops.deepstack_add(hidden, deep, row_map, 1).sum().backward()
+        result = ops.deepstack_add(hidden, deep, row_map, 1)
+        result.sum().backward()
         ops.assemble_embeddings_out(ids, table.detach(), pool.detach(), row_map, out=hidden.detach().clone())
+        return result.detach()
 
-    work()
+    expected = work()
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        work()
+        result = work()
     finally:
         torch.cuda.set_sync_debug_mode("default")
+    assert torch.equal(result, expected)
 
 
 def test_a_graph_replays_new_values_and_a_new_map():

@@ -268,16 +268,18 @@ def test_nothing_synchronises(backend):
     wanting = [x.detach().requires_grad_() for x in (q, k, v)]
 
     def work():
-        ops.varlen_attention(q, k, v, cu, longest, backend=backend)
+        out = ops.varlen_attention(q, k, v, cu, longest, backend=backend)
         ops.varlen_attention(*wanting, cu, longest, backend=backend).sum().backward()
+        return out
 
-    work()
+    expected = work()
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        work()
+        result = work()
     finally:
         torch.cuda.set_sync_debug_mode("default")
+    torch.testing.assert_close(result, expected)
 
 
 @pytest.mark.parametrize("backend", [*BACKENDS, None])
