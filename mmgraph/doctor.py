@@ -21,6 +21,8 @@ _PACKAGES = (
     "scikit-image",
     "scikit-learn",
     "flash-attn",
+    "fa3-fwd",
+    "tokenspeed-fa3",
     "flash-attn-4",
     "flashinfer-python",
     "nvidia-cudnn-frontend",
@@ -61,6 +63,7 @@ class Diagnosis:
         driver: The NVIDIA driver's version, or None.
         gpus: The visible devices.
         backends: Every attention backend.
+        choice: How a call that names no attention backend gets one.
     """
 
     mmgraph: str
@@ -71,6 +74,7 @@ class Diagnosis:
     driver: str | None
     gpus: list[Gpu]
     backends: list[BackendState]
+    choice: str
 
     def to_dict(self) -> dict[str, Any]:
         """The same as plain lists and dictionaries, for JSON."""
@@ -90,6 +94,7 @@ def diagnose() -> Diagnosis:
         driver=_driver(),
         gpus=_gpus(),
         backends=_backends(),
+        choice=_choice(),
     )
 
 
@@ -125,6 +130,7 @@ def show(diagnosis: Diagnosis, console: Console) -> None:
     for backend in diagnosis.backends:
         backends.add_row(backend.name, "[green]usable[/green]" if backend.usable else backend.reason)
     console.print(backends)
+    console.print(f"without a name: {diagnosis.choice}")
 
 
 def _version(name: str) -> str | None:
@@ -162,3 +168,24 @@ def _backends() -> list[BackendState]:
     from mmgraph.ops import explain_backends
 
     return [BackendState(b.name, bool(b.usable), b.reason) for b in explain_backends()]
+
+
+def _choice() -> str:
+    import torch
+
+    from mmgraph.ops import BackendError, select_backend
+    from mmgraph.ops.attention import choice_table, settings
+
+    try:
+        asked, origin = settings.asked_for()
+        if asked is not None:
+            return f"{asked}, asked for by {origin}"
+        name = select_backend(tokens=16384, batch=4, max_seqlen=4096, heads=16, head_dim=128)
+    except BackendError as error:
+        return str(error).splitlines()[0]
+    if not torch.cuda.is_available():
+        return name
+    capability = torch.cuda.get_device_capability()
+    how = "measured" if choice_table.load(*capability) else "not measured"
+    place = f"capability {capability[0]}.{capability[1]}"
+    return f"the fastest by shape, {how} on {place}; for 4 x 4096 rows, 16 heads of 128: {name}"

@@ -1,4 +1,4 @@
-"""Custom operators: attention, embedding assembly. Import this package as ``mmgraph.ops``.
+"""Custom operators: attention, rotary positions, embedding assembly. Import this package as ``mmgraph.ops``.
 
 Importing it registers every op and imports no kernel: Triton and the optional packages are imported by the first call
 that needs them, and CUDA is not touched.
@@ -12,7 +12,13 @@ if __name__ != "mmgraph.ops":
 
 from mmgraph.ops import schemas as _schemas  # noqa: F401 - defines every op before anything implements one
 from mmgraph.ops.assembly import assemble_embeddings, assemble_embeddings_out, deepstack_add, merge_embeddings
-from mmgraph.ops.attention import BackendReport, explain_backends, select_backend, varlen_attention
+from mmgraph.ops.attention import (
+    BackendReport,
+    attention_backend,
+    explain_backends,
+    select_backend,
+    varlen_attention,
+)
 from mmgraph.ops.error_flag import check_errors, prepare_device
 from mmgraph.ops.errors import (
     ArgumentError,
@@ -27,6 +33,7 @@ from mmgraph.ops.errors import (
     UnknownBackend,
     UnusableBackend,
 )
+from mmgraph.ops.rotary import packed_qkv_rope, packed_qkv_rope_
 from mmgraph.ops.row_map import RowMap
 
 __all__ = [
@@ -45,10 +52,13 @@ __all__ = [
     "UnusableBackend",
     "assemble_embeddings",
     "assemble_embeddings_out",
+    "attention_backend",
     "check_errors",
     "deepstack_add",
     "explain_backends",
     "merge_embeddings",
+    "packed_qkv_rope",
+    "packed_qkv_rope_",
     "prepare_device",
     "select_backend",
     "varlen_attention",

@@ -5,6 +5,7 @@ where the values are on the host; kernels record it in the error flag otherwise.
 """
 
 from collections.abc import Callable
+from types import NoneType
 from typing import Any
 
 import numpy as np
@@ -51,7 +52,10 @@ def needs_gradient(*tensors: torch.Tensor) -> bool:
 def refuse_gradients(op: str, remedy: str, *tensors: torch.Tensor) -> None:
     """Raise GradientError if gradient mode is on and one of the tensors needs a gradient."""
     if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
-        raise GradientError(f"{op} has no gradient but was given a tensor that requires one: {remedy}")
+        raise GradientError(
+            f"{op} has no gradient but was given a tensor that requires one: {remedy} (What was traced or exported "
+            "without gradients must run without: under torch.no_grad().)"
+        )
 
 
 def gradient_free(name: str, function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -122,31 +126,6 @@ def check_assemble_out(
         raise ArgumentError(f"{op}: out must have the table's dtype, {table.dtype}, got {out.dtype}.")
     _check_same_device(op, "table", table.device, out=out)
     refuse_gradients(op, "use assemble_embeddings, or call it under torch.no_grad().", table, pool, out)
-
-
-def check_no_overlap(out: torch.Tensor, **inputs: torch.Tensor) -> None:
-    """Raise ArgumentError if ``out``, a matrix, covers memory of an input, or one place twice (real tensors only)."""
-    (inner, size), (outer, count) = sorted(zip(out.stride(), out.shape, strict=True))
-    if out.numel() and ((size > 1 and inner == 0) or (count > 1 and outer <= (size - 1) * inner)):
-        raise ArgumentError(
-            "assemble_embeddings_out: out's elements must each have a place of their own in memory, got shape "
-            f"{list(out.shape)} with strides {list(out.stride())}; give it a tensor that isn't expanded."
-        )
-    start, end = _span(out)
-    for name, tensor in inputs.items():
-        first, last = _span(tensor)
-        if start < last and first < end:
-            raise ArgumentError(
-                f"assemble_embeddings_out: out overlaps {name} in memory; give it memory of its own."
-            )
-
-
-def _span(tensor: torch.Tensor) -> tuple[int, int]:
-    start = tensor.data_ptr()
-    if tensor.numel() == 0:
-        return start, start
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return start, start + (last + 1) * tensor.element_size()
 
 
 def check_deepstack(hidden: torch.Tensor, pool: torch.Tensor, row_map: torch.Tensor, level: int) -> None:
@@ -245,7 +224,8 @@ def _diagnose_attention(
         raise ArgumentError(f"{op}: heads ({heads}) must be a multiple of kv_heads ({kv_heads}).")
     if cu_seqlens.dtype != torch.int32 or cu_seqlens.dim() != 1:
         raise ArgumentError(
-            f"{op}: cu_seqlens must be a one-dimensional int32 tensor of batch + 1 offsets, got {_kind(cu_seqlens)}."
+            f"{op}: cu_seqlens must be a one-dimensional int32 tensor of batch + 1 offsets, got {_kind(cu_seqlens)}; "
+            "convert it with .int()."
         )
     if cu_seqlens.shape[0] == 0:
         raise ArgumentError(f"{op}: cu_seqlens must have batch + 1 entries, got none; no sequence is [0].")
@@ -270,6 +250,17 @@ def check_max_seqlen_type(max_seqlen: Any) -> None:
         raise ArgumentError(
             f"varlen_attention: max_seqlen must be a Python int, got {type(max_seqlen).__name__}."
         )
+
+
+def check_scalars(scale: Any, causal: Any) -> None:
+    """Raise ArgumentError unless ``scale`` is a number or None (or a traced one), and ``causal`` True or False."""
+    if isinstance(scale, bool) or not isinstance(scale, (float, int, torch.SymFloat, torch.SymInt, NoneType)):
+        remedy = "; reading it would synchronise with the device" if isinstance(scale, torch.Tensor) else ""
+        raise ArgumentError(
+            f"varlen_attention: scale must be a Python number or None, got {type(scale).__name__}{remedy}."
+        )
+    if not isinstance(causal, (bool, torch.SymBool)):
+        raise ArgumentError(f"varlen_attention: causal must be True or False, got {type(causal).__name__}.")
 
 
 def check_offsets(cu_seqlens: torch.Tensor, tokens: int, max_seqlen: int) -> list[int]:

@@ -7,6 +7,7 @@ of fault: how often it was seen, and the row and value of the one seen first.
 
 import enum
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
@@ -68,13 +69,21 @@ def flag_for(device: torch.device) -> torch.Tensor:
             "and it runs inside one. Run the function once before capturing it, or call "
             f"mmgraph.ops.prepare_device({str(device)!r}) first."
         )
-    with _lock, torch.inference_mode(False):
+    with _lock:
         if device not in _flags:
-            made = torch.zeros(len(Fault) * FIELDS, dtype=torch.int64, device=device)
-            if device.type == "cuda":
-                torch.cuda.current_stream(device).synchronize()  # other streams may use it at once
-            _flags[device] = made
+            # On a thread of its own, whose allocations are always the process's. The caller's may be going to the pool
+            # of a graph: with mode="reduce-overhead" the first call of a compiled function runs there, and PyTorch
+            # refuses what then stays. Inference mode and traces are the caller's own, too.
+            with ThreadPoolExecutor(max_workers=1) as elsewhere:
+                _flags[device] = elsewhere.submit(_make_flag, device).result()
         return _flags[device]
+
+
+def _make_flag(device: torch.device) -> torch.Tensor:
+    made = torch.zeros(len(Fault) * FIELDS, dtype=torch.int64, device=device)
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()  # other streams may use it at once
+    return made
 
 
 def prepare_device(device: torch.device | str) -> None:

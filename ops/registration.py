@@ -73,6 +73,15 @@ def once_differentiable(name: str) -> None:
     differentiate(name, refuse, lambda ctx, inputs, output: None)
 
 
+def mark_written(tensor: torch.Tensor) -> None:
+    """Tell autograd that an op wrote into a caller's tensor; what a kernel writes through a pointer shows nowhere else.
+
+    A backward that saved the tensor's old values then raises, in place of computing with the new ones.
+    """
+    if not tensor.is_inference():  # has no version
+        torch.autograd.graph.increment_version(tensor)
+
+
 def overload(name: str) -> Callable[..., Any]:
     """The callable of an op that is defined: ``torch.ops.mmgraph.<name>.default``."""
     packet = getattr(getattr(torch.ops, NAMESPACE), name)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from mmgraph.ops import checks
+from mmgraph.ops import checks, rotary_checks
 from mmgraph.ops.registration import OpSpec, define
 
 Tensor = torch.Tensor
@@ -107,6 +107,69 @@ def _fake_attention_backward(
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
+def _fake_rope(
+    qkv: Tensor,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    interleaved: bool,
+    eps: float,
+) -> tuple[Tensor, Tensor]:
+    rotary_checks.check_rope(
+        "packed_qkv_rope", qkv, cos, sin, q_norm, k_norm, num_heads, num_kv_heads, head_dim, interleaved, eps
+    )
+    tokens = qkv.shape[0]
+    return (
+        qkv.new_empty((tokens, num_heads, head_dim)),
+        qkv.new_empty((tokens, num_kv_heads, head_dim)),
+    )
+
+
+def _fake_rope_copy(
+    qkv: Tensor,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    interleaved: bool,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    q, k = _fake_rope(qkv, cos, sin, q_norm, k_norm, num_heads, num_kv_heads, head_dim, interleaved, eps)
+    return q, k, k.new_empty(k.shape)
+
+
+def _fake_rope_in_place(qkv: Tensor, *arguments: Any) -> None:
+    rotary_checks.check_rope_in_place(qkv, *arguments)
+
+
+def _fake_rope_backward(
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    qkv: Tensor | None,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    interleaved: bool,
+    eps: float,
+    need_norms: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    tokens, heads, width = dq.shape
+    dq_norm, dk_norm = (
+        norm.new_empty((width,)) if norm is not None and need_norms else dq.new_empty((0,))
+        for norm in (q_norm, k_norm)
+    )
+    return dq.new_empty((tokens, (heads + 2 * dk.shape[1]) * width)), dq_norm, dk_norm
+
+
 _ASSEMBLE = "(Tensor input_ids, Tensor table, Tensor pool, Tensor row_map, bool strict) -> Tensor"
 _MERGE = "(Tensor embeds, Tensor mask, Tensor features, SymInt? num_placeholders) -> Tensor"
 _DEEPSTACK = "(Tensor hidden, Tensor pool, Tensor row_map, int level) -> Tensor"
@@ -114,6 +177,10 @@ _ATTENTION_ARGUMENTS = (
     "Tensor q, Tensor k, Tensor v, Tensor cu_seqlens, SymInt max_seqlen, float? scale, bool causal"
 )
 _ATTENTION = f"({_ATTENTION_ARGUMENTS}) -> Tensor"
+
+_ROPE_TABLES = "Tensor? cos, Tensor? sin, Tensor? q_norm, Tensor? k_norm"
+_ROPE_MODEL = "int num_heads, int num_kv_heads, int head_dim, bool interleaved, float eps"
+_ROPE = f"(Tensor qkv, {_ROPE_TABLES}, {_ROPE_MODEL})"
 
 _SPECS = (
     OpSpec("assemble_embeddings", _ASSEMBLE, _fake_assemble),
@@ -154,6 +221,16 @@ _SPECS = (
         "(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor cu_seqlens, SymInt max_seqlen, "
         "float? scale, bool causal) -> (Tensor, Tensor, Tensor)",
         _fake_attention_backward,
+    ),
+    OpSpec("packed_qkv_rope", f"{_ROPE} -> (Tensor, Tensor)", _fake_rope),
+    OpSpec("packed_qkv_rope_copy", f"{_ROPE} -> (Tensor, Tensor, Tensor)", _fake_rope_copy),
+    OpSpec("packed_qkv_rope_autograd", f"{_ROPE} -> (Tensor, Tensor, Tensor)", _fake_rope_copy),
+    OpSpec("packed_qkv_rope_", f"(Tensor(a!) qkv, {_ROPE_TABLES}, {_ROPE_MODEL}) -> ()", _fake_rope_in_place),
+    OpSpec(
+        "packed_qkv_rope_backward",
+        f"(Tensor dq, Tensor dk, Tensor dv, Tensor? qkv, {_ROPE_TABLES}, bool interleaved, float eps, bool need_norms) "
+        "-> (Tensor, Tensor, Tensor)",
+        _fake_rope_backward,
     ),
 )
 

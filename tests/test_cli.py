@@ -210,3 +210,18 @@ def test_doctor_names_every_backend():
         assert name in table.stdout
         assert backend["usable"] or backend["reason"]
     assert len(found["gpus"]) == torch.cuda.device_count()
+    assert found["choice"] in table.stdout.replace("\n", " ")
+
+
+def test_doctor_says_what_the_environment_asks_for(monkeypatch):
+    from mmgraph.ops.attention import settings
+
+    for name, words in (("reference", "reference, asked for by"), ("mesure", "no attention backend is named")):
+        monkeypatch.setenv(settings.VARIABLE, name)
+        settings._from_environment.cache_clear()
+        try:
+            result = invoke("doctor", "--json")
+        finally:
+            settings._from_environment.cache_clear()
+        assert result.exit_code == 0
+        assert words in json.loads(result.stdout)["choice"]

@@ -86,7 +86,8 @@ def assemble_embeddings_out(
         table: Floating point ``[V, H]``.
         pool: Floating point ``[R, H]``.
         row_map: A ``RowMap``, or int32 ``[T]`` on the same device.
-        out: ``[T, H]`` in the table's dtype; its memory overlaps no input's, and it isn't expanded.
+        out: ``[T, H]`` in the table's dtype; its range in memory (from the first element to the last)
+            overlaps no input's, and it isn't expanded.
         strict: As for ``assemble_embeddings``.
 
     Raises:

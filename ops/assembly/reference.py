@@ -7,6 +7,7 @@ import torch
 
 from mmgraph.ops import checks
 from mmgraph.ops.errors import DataError
+from mmgraph.ops.overlap import check_no_overlap
 
 Tensor = torch.Tensor
 
@@ -24,7 +25,9 @@ def assemble_out(
 ) -> None:
     """As ``assemble``, into ``out``; ``out`` is untouched if an error is raised."""
     checks.check_assemble_out(input_ids, table, pool, row_map, out)
-    checks.check_no_overlap(out, table=table, pool=pool, input_ids=input_ids, row_map=row_map)
+    check_no_overlap(
+        "assemble_embeddings_out", "out", out, table=table, pool=pool, input_ids=input_ids, row_map=row_map
+    )
     _fill(out, input_ids, table, pool, row_map, strict)
 
 

@@ -5,12 +5,30 @@ from collections.abc import Callable
 import torch
 
 from mmgraph.ops.attention.registry import backend_names, unknown_backend
-from mmgraph.ops.checks import check_max_seqlen_type, check_tensors, needs_gradient, refuse_forward_mode
+from mmgraph.ops.attention.settings import MEASURE
+from mmgraph.ops.checks import (
+    check_max_seqlen_type,
+    check_scalars,
+    check_tensors,
+    needs_gradient,
+    refuse_forward_mode,
+)
 from mmgraph.ops.registration import overload
 
 _attention: Callable[..., torch.Tensor] = overload("varlen_attention")
 _attention_lse = overload("varlen_attention_lse")
-_named: dict[str, Callable[..., torch.Tensor]] = {name: overload(f"attn_{name}") for name in backend_names()}
+_named: dict[str, Callable[..., torch.Tensor]] = {
+    name: overload(f"attn_{name}") for name in (*backend_names(), MEASURE)
+}
+
+
+_Tensor = torch.Tensor
+
+
+def _are_tensors(q: object, k: object, v: object, cu_seqlens: object) -> bool:
+    if type(q) is type(k) is type(v) is type(cu_seqlens) is _Tensor:
+        return True  # most often, and said at once
+    return all(isinstance(value, _Tensor) for value in (q, k, v, cu_seqlens))
 
 
 def varlen_attention(
@@ -35,12 +53,15 @@ def varlen_attention(
         k: ``[tokens, kv_heads, head_dim]``; ``kv_heads`` divides ``heads``.
         v: ``[tokens, kv_heads, v_dim]``.
         cu_seqlens: int32 ``[batch + 1]`` on the same device: where each sequence starts, and where the last one ends.
-            They start at 0, never decrease and end within the tokens. On CUDA the ``triton`` and ``reference``
-            backends stay inside the tensors whatever they are; ``fa2``, and the backward in half precision, trust them.
+            They start at 0, never decrease and end within the tokens. On CUDA the ``triton``, ``flashinfer_cudnn`` and
+            ``reference`` backends stay inside the tensors whatever they are; ``fa2``, ``fa3``, ``fa4``, ``torch``,
+            and the backward in half precision, trust them.
         max_seqlen: The longest sequence, or more; a Python int.
         scale: Multiplies the scores; None is ``head_dim ** -0.5``.
         causal: A row sees itself and earlier rows of its sequence only.
-        backend: A backend's name, or None for the choice that measurements justify.
+        backend: A backend's name; None for what ``attention_backend`` or the environment asks for, or else the choice
+            that measurements justify; ``"measure"`` to time every usable backend on this call's tensors, once per
+            shape, and keep the fastest (it waits for the device, so run each shape once before a capture).
 
     Returns:
         A new contiguous tensor ``[tokens, heads, v_dim]`` in q's dtype.
@@ -51,19 +72,23 @@ def varlen_attention(
         UnknownBackend, UnusableBackend, BrokenBackend: The backend asked for doesn't exist, can't serve the call, or is
             installed and can't be imported.
         GradientError: An input needs a gradient and the backend asked for has none.
+        DuringCaptureError: A graph is being captured, and the backend has to compile or measure something first.
     """
-    check_tensors("varlen_attention", q=q, k=k, v=v, cu_seqlens=cu_seqlens)
-    refuse_forward_mode("varlen_attention", q, k, v)
+    if not _are_tensors(q, k, v, cu_seqlens):
+        check_tensors("varlen_attention", q=q, k=k, v=v, cu_seqlens=cu_seqlens)
     if type(max_seqlen) is not int:
         check_max_seqlen_type(max_seqlen)
-    if needs_gradient(q, k, v):
-        if backend is not None and backend not in _named:
+    if (scale is not None and type(scale) is not float) or type(causal) is not bool:
+        check_scalars(scale, causal)
+    refuse_forward_mode("varlen_attention", q, k, v)
+    if backend is None:
+        op = _attention
+    else:
+        found = _named.get(backend) if isinstance(backend, str) else None
+        if found is None:
             raise unknown_backend(backend)
+        op = found
+    if needs_gradient(q, k, v):
         out: torch.Tensor = _attention_lse(q, k, v, cu_seqlens, max_seqlen, scale, causal, backend or "")[0]
         return out
-    if backend is None:
-        return _attention(q, k, v, cu_seqlens, max_seqlen, scale, causal)
-    op = _named.get(backend)
-    if op is None:
-        raise unknown_backend(backend)
     return op(q, k, v, cu_seqlens, max_seqlen, scale, causal)

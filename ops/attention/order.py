@@ -1,61 +1,104 @@
-"""Which usable backend serves a call that names none: one function of the sequence shape, one order per case.
+"""Which usable backend serves a call that names none: the fastest by the measurements of this architecture.
 
-Only real integers reach it (it runs inside the op), so that a compiled graph holds no threshold.
+Only real integers reach it (it runs inside the op), so that a compiled graph holds no threshold. Shapes are rounded to
+classes, quarter octaves of mean and longest length and half octaves of rows, and each class is decided once.
+
+Where an architecture wasn't measured, and for backends that weren't, a fixed order holds: on Hopper fa3, then fa4; on
+compute capability 10.x fa4; on other NVIDIA GPUs fa2, and triton for windows; on others triton; on a CPU the reference.
 """
 
+import logging
+import math
 from functools import lru_cache
 
 import torch
 
+from mmgraph.ops.attention import choice_table, settings
 from mmgraph.ops.attention.registry import AttentionBackend, BackendReport, Traits, reports, usable_backends
 from mmgraph.ops.attention.registry import require_backend as _require
+from mmgraph.ops.attention.triton_backend import WINDOW
+from mmgraph.ops.errors import ArgumentError, OpError
 
-# Sequences that one block of the Triton kernel holds whole (windows): bound by bytes and launches, not by
-# products.
-_WINDOW = 64
-# On Hopper the Triton kernel takes 0.70 to 0.97 of FlashAttention 2's time on sequences of 512 to 16384 and widths up
-# to 128, causal or not, grouped or not; on sequences around 200 it takes 1.16 of it (bench/attention.py, H200).
-_HOPPER_LONG = 512
-_HOPPER_WIDTH = 128
+_log = logging.getLogger("mmgraph.ops.attention")
 
-_TRITON_FIRST = ("triton", "fa2", "reference")
-_FA2_FIRST = ("fa2", "triton", "reference")
+_EDGE = math.log2(WINDOW)  # where the Triton backend changes kernels
+_HOPPER = ("fa3", "fa4", "fa2", "flashinfer_cudnn", "torch", "triton", "reference")
+_BLACKWELL = ("fa4", "flashinfer_cudnn", "fa2", "torch", "triton", "reference")
+_OTHER_NVIDIA = ("fa2", "torch", "triton", "flashinfer_cudnn", "reference")
+_OTHERS = ("triton", "reference")
+
+
+def unmeasured_order(capability: tuple[int, int] | None, max_seqlen: int) -> tuple[str, ...]:
+    """Names of backends, the first one first, where no measurement says more.
+
+    Args:
+        capability: Of an NVIDIA GPU; None for anything else.
+        max_seqlen: The longest sequence.
+    """
+    if capability is None:
+        return _OTHERS
+    order = {9: _HOPPER, 10: _BLACKWELL}.get(capability[0], _OTHER_NVIDIA)
+    if max_seqlen > WINDOW:
+        return order
+    return ("triton", *(name for name in order if name != "triton"))
 
 
 @lru_cache(maxsize=64)
-def _is_hopper(device: torch.device) -> bool:
-    return (
-        device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device)[0] == 9
-    )
+def _capability(device: torch.device) -> tuple[int, int] | None:
+    if device.type != "cuda" or torch.version.hip is not None:
+        return None
+    return torch.cuda.get_device_capability(device)
 
 
-def preference(traits: Traits, max_seqlen: int) -> tuple[str, ...]:
-    """Names of backends, the fastest first, whether usable or not.
-
-    Args:
-        traits: What the call is like.
-        max_seqlen: The longest sequence.
-    """
-    if max_seqlen <= _WINDOW:
-        return _TRITON_FIRST
-    narrow = traits.head_dim <= _HOPPER_WIDTH and traits.v_dim <= _HOPPER_WIDTH
-    if max_seqlen >= _HOPPER_LONG and narrow and _is_hopper(traits.device):
-        return _TRITON_FIRST
-    return _FA2_FIRST
-
-
-def choose(traits: Traits, max_seqlen: int) -> AttentionBackend:
-    """The backend for a call of these traits and this longest sequence.
+@lru_cache(maxsize=4096)
+def rank(traits: Traits, tokens: int, batch: int, max_seqlen: int) -> tuple[AttentionBackend, ...]:
+    """The usable backends for a call of these traits and this shape, the fastest first.
 
     Raises:
         BrokenBackend: A package is installed and can't be imported.
         UnusableBackend: No backend can serve the call.
     """
+    if tokens <= 0 or batch <= 0 or max_seqlen <= 0:
+        return _decide(traits, 0, 0, 0, True)
+    mean, ratio, rows = choice_table.place_of(tokens, batch, max_seqlen, traits.heads)
+    is_window = max_seqlen <= WINDOW
+    return _decide(traits, round(4 * mean), round(4 * ratio), round(2 * rows), is_window)
+
+
+@lru_cache(maxsize=16384)
+def _decide(traits: Traits, mean: int, ratio: int, rows: int, is_window: bool) -> tuple[AttentionBackend, ...]:
+    """The order for a class of shapes: logarithms in quarters, quarters and halves of an octave."""
     usable = usable_backends(traits)
-    for name in preference(traits, max_seqlen):
-        if name in usable:
-            return usable[name]
-    return next(iter(usable.values()))
+    capability = _capability(traits.device)
+    # Rounding must not carry a shape over the edge.
+    longest = min((mean + ratio) / 4, _EDGE) if is_window else max((mean + ratio) / 4, _EDGE + 1 / 8)
+    place = (mean / 4, max(longest - mean / 4, 0.0), rows / 2)
+    grids = choice_table.load(*capability) if capability is not None else {}
+    kind = choice_table.kind_of(traits.head_dim, traits.v_dim, traits.causal, traits.kv_heads != traits.heads)
+    measured = choice_table.nearest_kind(grids, kind)
+    times = {} if measured is None else choice_table.estimate(grids[measured], place, usable, _EDGE)
+    others = unmeasured_order(capability, WINDOW if is_window else WINDOW + 1)
+    names = [*sorted(times, key=lambda name: times[name]), *(name for name in others if name not in times)]
+    names += [name for name in usable if name not in names]
+    if "reference" not in times:  # behind every other one, those that no order lists included
+        names.sort(key=lambda name: name == "reference")
+    ranked = [usable[name] for name in names if name in usable]
+    if ranked[0].name == "reference" and traits.device.type == "cuda":
+        _log.warning(
+            "varlen_attention takes the reference, which is slow and quadratic in all tokens: no other backend "
+            "can serve "
+            "%s. explain_backends says why; backend='reference' asks for it without this warning.",
+            traits,
+        )
+    _log.debug("varlen_attention: %s for %s at %s, measured: %s", ranked[0].name, traits, place, times)
+    return tuple(ranked)
+
+
+def forget_choices() -> None:
+    """Drop what was decided, for tests that install or break a backend."""
+    rank.cache_clear()
+    _decide.cache_clear()
+    _capability.cache_clear()
 
 
 def _make_traits(
@@ -102,12 +145,13 @@ def select_backend(
         v_dim: Width of v; None is ``head_dim``.
         heads: Query heads.
         kv_heads: Key and value heads; None is ``heads``.
-        tokens: Rows of q; the measured order doesn't depend on it.
-        batch: Sequences; the same.
+        tokens: Rows of q.
+        batch: Sequences.
         max_seqlen: The longest sequence.
         causal: Whether a row sees only itself and earlier ones.
         gradient: Whether a gradient is needed.
-        backend: A name asked for; it is checked and returned.
+        backend: A name asked for; it is checked and returned. None is what a context manager or the environment asks
+            for, and else the measured choice.
 
     Returns:
         The name.
@@ -117,11 +161,21 @@ def select_backend(
         UnusableBackend: It, or every backend, can't serve the call; the message lists the reasons.
         BrokenBackend: A package is installed and can't be imported.
         GradientError: A gradient is needed and the backend asked for has none.
+        ArgumentError: What is asked for is ``"measure"``.
     """
     traits = _make_traits(device, dtype, head_dim, v_dim, heads, kv_heads, causal, gradient)
-    if backend is not None:
-        return _require(backend, traits).name
-    return choose(traits, max_seqlen).name
+    name, origin = (backend, "") if backend is not None else settings.asked_for()
+    if name == settings.MEASURE:
+        raise ArgumentError(
+            "select_backend can't say what backend='measure' will find: it needs a call's tensors. Name a "
+            "backend, or None."
+        )
+    if name is not None:
+        try:
+            return _require(name, traits).name
+        except OpError as error:
+            raise settings.with_origin(error, name, origin) from error
+    return rank(traits, tokens, batch, max_seqlen)[0].name
 
 
 def explain_backends(

@@ -81,6 +81,13 @@ def forward(
     with_lse: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """Attention per sequence; zeros, and minus infinity in the log-sum-exps, where no sequence covers."""
+    with torch.autocast(q.device.type, enabled=False):  # it would compute in half precision
+        return _forward(q, k, v, cu_seqlens, scale, causal, with_lse)
+
+
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float, causal: bool, with_lse: bool
+) -> tuple[Tensor, Tensor | None]:
     tokens, heads, _ = q.shape
     v_dim = v.shape[2]
     work = lse_dtype(q.dtype)
@@ -109,6 +116,20 @@ def backward(
     causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v from the log-sum-exps of any backend; zeros where no sequence covers."""
+    with torch.autocast(q.device.type, enabled=False):
+        return _backward(grad, q, k, v, lse, cu_seqlens, scale, causal)
+
+
+def _backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lse: Tensor,
+    cu_seqlens: Tensor,
+    scale: float,
+    causal: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
     tokens, heads, width = q.shape
     kv_heads, v_dim = v.shape[1], v.shape[2]
     group = heads // kv_heads
@@ -129,6 +150,8 @@ def backward(
 
 
 def _why_not(traits: Traits) -> str | None:
+    if traits.device.type not in ("cpu", "cuda"):
+        return f"the ops run on CPU and CUDA devices, not on {traits.device.type}"
     return None
 
 

@@ -7,7 +7,7 @@ package behind it only when a call asks whether the backend can be used.
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -45,12 +45,15 @@ class AttentionBackend:
         why_not: The reason why it can't serve a call of these traits, or None if it can. Raises ``BrokenBackend`` for a
             package that is installed and can't be imported.
         supports_gradient: Its log-sum-exps can feed the shared backward.
+        ready: Whether it can serve these arguments (``forward``'s) without compiling or building something, which a
+            capture forbids; None if it always can.
     """
 
     name: str
     forward: Forward
     why_not: Callable[[Traits], str | None]
     supports_gradient: bool
+    ready: Callable[..., bool] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,10 +67,14 @@ class BackendReport:
 
 @lru_cache(maxsize=1)
 def _table() -> dict[str, AttentionBackend]:
-    from mmgraph.ops.attention import fa2, reference, triton_backend
+    from mmgraph.ops.attention import cudnn_backend, fa2, fa3, fa4, reference, torch_varlen, triton_backend
 
     records = (
+        fa3.BACKEND,
+        fa4.BACKEND,
         fa2.BACKEND,
+        cudnn_backend.BACKEND,
+        torch_varlen.BACKEND,
         triton_backend.BACKEND,
         reference.BACKEND,
     )
@@ -81,7 +88,9 @@ def backend_names() -> list[str]:
 
 def unknown_backend(name: str) -> UnknownBackend:
     """The error for a name that no backend has; it lists the names."""
-    return UnknownBackend(f"no attention backend is named {name!r}; choose one of {', '.join(_table())}.")
+    return UnknownBackend(
+        f"no attention backend is named {name!r}; choose one of {', '.join(_table())}, or 'measure'."
+    )
 
 
 @lru_cache(maxsize=4096)
@@ -152,25 +161,6 @@ def forget_choices() -> None:
     usable_backends.cache_clear()
 
 
-def import_package(name: str, load: Callable[[], Any]) -> Any:
-    """``load()``, or None if the package isn't installed at all.
-
-    Raises:
-        BrokenBackend: The package is installed and can't be imported.
-    """
-    from importlib.util import find_spec
-
-    if find_spec(name) is None:
-        return None
-    try:
-        return load()
-    except Exception as error:
-        raise BrokenBackend(
-            f"{name} is installed but can't be imported ({type(error).__name__}: {error}); reinstall it for this torch "
-            "or uninstall it."
-        ) from error
-
-
 __all__ = [
     "AttentionBackend",
     "BackendError",
@@ -178,7 +168,6 @@ __all__ = [
     "Traits",
     "backend_names",
     "forget_choices",
-    "import_package",
     "reports",
     "require_backend",
     "unknown_backend",

@@ -1,28 +1,26 @@
 """The triton backend: our own varlen forward, for half and single precision, any width from 1 to 256.
 
 It takes strided views of a packed projection without a copy, grouped heads, and v of another width. Block sizes come
-from a small table; nothing is tuned in the user's process. It also offers ``zero_tail`` to backends that leave rows
-behind the last sequence unwritten.
+from a small table; nothing is tuned in the user's process.
 """
 
 import math
-from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-from mmgraph.ops.attention.registry import AttentionBackend, Traits, import_package
+from mmgraph.ops.attention import windows
+from mmgraph.ops.attention.registry import AttentionBackend, Traits
+from mmgraph.ops.attention.zero_tail import padded_power, triton_package
 from mmgraph.ops.error_flag import Fault, flag_for
+from mmgraph.ops.launching import ROOMY_SHARED_BYTES, launch, shared_bytes
 from mmgraph.ops.registration import kernel_module
 
 Tensor = torch.Tensor
 
 LARGEST_WIDTH = 256
+WINDOW = windows.LONGEST
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-
-_ZERO_PROGRAMS = 128
-_ZERO_BLOCK = 2048
-_ROOMY_SHARED_BYTES = 160 * 1024
 
 
 class Blocks(NamedTuple):
@@ -34,28 +32,13 @@ class Blocks(NamedTuple):
     stages: int
 
 
-def padded_width(width: int) -> int:
-    """The power of two, at least 16, that the kernel's tiles have for a width; memory isn't padded."""
-    return max(16, 1 << (width - 1).bit_length())
-
-
-@lru_cache(maxsize=64)
-def _shared_bytes(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 0
-    properties = torch.cuda.get_device_properties(device)
-    return int(getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block))
-
-
-def block_table(item_size: int, width: int, max_seqlen: int, shared_bytes: int) -> Blocks:
-    """The committed block sizes for an element size, the larger of the two widths, and a longest sequence."""
+def block_table(item_size: int, width: int, shared_bytes: int) -> Blocks:
+    """The committed block sizes for an element size and the larger of the two widths."""
     if item_size == 4:
         return Blocks(32, 32, 4, 1) if width > 128 else Blocks(64, 32, 4, 1)
-    roomy = shared_bytes >= _ROOMY_SHARED_BYTES
+    roomy = shared_bytes >= ROOMY_SHARED_BYTES
     if width > 128:  # more keys or fewer warps spill registers
         return Blocks(128, 32, 8, 2) if roomy else Blocks(64, 32, 4, 1)
-    if max_seqlen <= 64:
-        return Blocks(64, 64, 4, 2 if roomy else 1)
     if width <= 64:
         return Blocks(128, 64, 4, 3)
     return Blocks(128, 64, 8, 3 if roomy else 2)
@@ -90,97 +73,49 @@ def forward(
     kv_heads, v_dim = v.shape[1], v.shape[2]
     batch = cu_seqlens.shape[0] - 1
     q, k, v = _columns_adjacent(q), _columns_adjacent(k), _columns_adjacent(v)
+    cu_seqlens = cu_seqlens.contiguous()
+    aligned = _aligned(q, k, v)
+    if blocks is None and max_seqlen <= WINDOW:
+        return windows.forward(q, k, v, cu_seqlens, max_seqlen, scale, causal, with_lse, aligned)
     out = q.new_empty((tokens, heads, v_dim))
     lse = q.new_empty((heads, tokens), dtype=torch.float32) if with_lse else None
     if blocks is None:
-        blocks = block_table(q.element_size(), max(head_dim, v_dim), max_seqlen, _shared_bytes(q.device))
+        blocks = block_table(q.element_size(), max(head_dim, v_dim), shared_bytes(q.device))
     per_sequence = -(-max_seqlen // blocks.queries)
     flat_blocks = tokens // blocks.queries + batch + 1
     # Where most blocks of a rectangular grid would be empty, each block finds its sequence by bisection instead.
     flat = per_sequence * (batch + 1) > 2 * flat_blocks
     count = flat_blocks if flat else per_sequence
     grid = heads * count if flat else heads * count * (batch + 1)
-    kernel_module("attention.triton_kernels").attention_kernel[(grid,)](
-        q,
-        k,
-        v,
-        out,
-        out if lse is None else lse,
-        cu_seqlens.contiguous(),
-        flag_for(q.device),
-        tokens,
-        batch,
-        count,
-        max_seqlen,
-        q.stride(0),
-        q.stride(1),
-        k.stride(0),
-        k.stride(1),
-        v.stride(0),
-        v.stride(1),
-        scale * math.log2(math.e),
-        heads,
-        heads // kv_heads,
-        head_dim,
-        padded_width(head_dim),
-        v_dim,
-        padded_width(v_dim),
-        blocks.queries,
-        blocks.keys,
-        causal,
-        with_lse,
-        flat,
-        per_sequence
-        <= 2,  # short sequences: neighbours in memory together; long ones: one head's keys stay in L2
-        _aligned(q, k, v),
-        scale <= 0,
-        "ieee" if q.dtype == torch.float32 else "tf32",
-        int(Fault.ATTENTION_OFFSETS),
+    launch(
+        kernel_module("attention.triton_kernels").attention_kernel,
+        grid,
+        (q, k, v, out, out if lse is None else lse, cu_seqlens, flag_for(q.device)),
+        (tokens, batch, count, max_seqlen, scale * math.log2(math.e)),
+        (*q.stride()[:2], *k.stride()[:2], *v.stride()[:2]),
+        (
+            heads,
+            heads // kv_heads,
+            head_dim,
+            padded_power(head_dim),
+            v_dim,
+            padded_power(v_dim),
+            blocks.queries,
+            blocks.keys,
+            causal,
+            with_lse,
+            flat,
+            # Short sequences: neighbours in memory together; long ones: one head's keys stay in L2.
+            per_sequence <= 2,
+            aligned,
+            scale <= 0,
+            "ieee" if q.dtype == torch.float32 else "tf32",
+            int(Fault.ATTENTION_OFFSETS),
+        ),
         num_warps=blocks.warps,
         num_stages=blocks.stages,
-        enable_fp_fusion=True,
     )
     return out, lse
-
-
-def zero_tail(out: Tensor, cu_seqlens: Tensor, max_seqlen: int | None = None) -> None:
-    """Zero the rows from ``cu_seqlens[-1]`` on, in place and on the device.
-
-    Args:
-        out: Contiguous ``[tokens, heads, width]``.
-        cu_seqlens: int32 ``[batch + 1]``.
-        max_seqlen: If given, offsets that can't be right for it are recorded in the error flag.
-    """
-    kernel_module("attention.triton_kernels").zero_tail_kernel[(_ZERO_PROGRAMS,)](
-        out,
-        cu_seqlens.contiguous(),
-        flag_for(out.device),
-        out.shape[0],
-        cu_seqlens.shape[0] - 1,
-        0 if max_seqlen is None else max_seqlen,
-        _ZERO_PROGRAMS,
-        out.shape[1] * out.shape[2],
-        _ZERO_BLOCK,
-        max_seqlen is not None,
-        int(Fault.ATTENTION_OFFSETS),
-        num_warps=4,
-    )
-
-
-@lru_cache(maxsize=1)
-def triton_package() -> Any:
-    """The triton package, or None where it isn't installed.
-
-    Raises:
-        BrokenBackend: It is installed and can't be imported.
-    """
-
-    def load() -> Any:
-        import triton
-
-        return triton
-
-    return import_package("triton", load)
 
 
 def _why_not(traits: Traits) -> str | None:

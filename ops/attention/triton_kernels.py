@@ -1,4 +1,4 @@
-"""Triton kernels of attention: a varlen forward, and the zeroing of rows that no sequence covers.
+"""Triton kernel of attention: a varlen forward, which also clears the rows that no sequence covers.
 
 Widths are padded to a power of two inside the kernel, never in memory. Splitting them (72 and 80 as 64 + 16)
 would save products, and must not be done with the assembler that Triton 3.6 brings (ptxas 12.8): for tiles 16
@@ -176,13 +176,13 @@ def attention_kernel(
     batch,
     blocks,
     max_seqlen,
+    scale,
     q_stride,
     q_head_stride,
     k_stride,
     k_head_stride,
     v_stride,
     v_head_stride,
-    scale,
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     D: tl.constexpr,
@@ -287,34 +287,3 @@ def attention_kernel(
     if WITH_LSE:
         sums = (top + tl.math.log2(total)) * 0.6931471805599453
         tl.store(lse_ptr + head.to(tl.int64) * tokens + first_row + rows, sums, mask=rows < limit)
-
-
-@triton.jit(do_not_specialize=["tokens", "batch", "max_seqlen"])
-def zero_tail_kernel(
-    out_ptr,
-    cu_ptr,
-    flag_ptr,
-    tokens,
-    batch,
-    max_seqlen,
-    PROGRAMS: tl.constexpr,
-    ROW: tl.constexpr,
-    BLOCK: tl.constexpr,
-    CHECK: tl.constexpr,
-    FAULT: tl.constexpr,
-):
-    """Rows from the last offset on, and before the first, become zeros; with CHECK, wrong offsets are recorded."""
-    pid = tl.program_id(0)
-    zeros = tl.zeros([BLOCK], out_ptr.dtype.element_ty)
-    end = _load_offset(cu_ptr, batch, tokens).to(tl.int64)
-    stop = tokens.to(tl.int64) * ROW
-    for first in range(end * ROW + pid * BLOCK, stop, PROGRAMS * BLOCK):
-        columns = first + tl.arange(0, BLOCK)
-        tl.store(out_ptr + columns, zeros, mask=columns < stop)
-    front = _load_offset(cu_ptr, 0, tokens).to(tl.int64) * ROW
-    for first in range(pid * BLOCK, front, PROGRAMS * BLOCK):
-        columns = first + tl.arange(0, BLOCK)
-        tl.store(out_ptr + columns, zeros, mask=columns < front)
-    if CHECK:
-        for sequence in range(pid, batch, PROGRAMS):
-            _check_sequence(cu_ptr, flag_ptr, sequence, tokens, max_seqlen, FAULT)

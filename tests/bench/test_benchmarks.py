@@ -47,6 +47,16 @@ def test_a_table_follows_its_results(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert tables.filled(made) == made
 
 
+def test_the_table_of_rotary_positions_has_both_directions() -> None:
+    times = {f"{n} ms": 0.5 for n in ("eager", "compiled", "mmgraph", "in place", "copy limit")}
+    row = {"shape": "5, 4/2 x 8", "what": "rotation", **times}
+    results = {"environment": {"device": "X", "torch": "1", "date": "2030-01-02T00:00"}, "rows": [row]}
+    results["backward"] = [{**row, "what": "backward"}]
+    made = load("tables").RENDER["rope"](results)
+    assert "| 5, 4/2 x 8, rotation | 0.5000 | 0.5000 | 0.5000 | 0.5000 | 0.5000 |" in made
+    assert "| 5, 4/2 x 8, backward | 0.5000 | 0.5000 | 0.5000 | 0.5000 |\n" in made + "\n"
+
+
 WRONG = """
         /*4940*/                   UMOV UR6, UR12 ;
         /*4980*/                   UIADD3 UR4, UP0, UR5, 0x40, URZ ;
@@ -66,11 +76,16 @@ def test_a_wrong_descriptor_is_found_in_machine_code() -> None:
     assert [line.split(":")[0] for line in found(setup + WRONG)] == ["4990"]
     assert found(RIGHT) == []
     assert len(found(RIGHT.replace("UMOV UR4, URZ", "UMOV UR4, UR7"))) == 1
+    # A small negative number that is added to an address.
+    assert found(setup + WRONG.replace("-0x7fffffe0", "-0x1")) == []
+    # The other two swizzles.
+    for constant in ("0x40000020", "-0x3fffffe0"):
+        assert len(found(setup + WRONG.replace("-0x7fffffe0", constant))) == 1
 
 
 @pytest.mark.parametrize(
     "arguments",
-    [["assembly.py", "--smoke"], ["attention.py", "--smoke"], ["replay.py", "--smoke"]],
+    [[f"{name}.py", "--smoke"] for name in ("assembly", "attention", "replay", "rope")],
 )
 def test_the_benchmarks_run_at_small_sizes(arguments: list[str], tmp_path: Path) -> None:
     out = tmp_path / "results.json"

@@ -112,6 +112,19 @@ def test_gradients_equal_those_on_the_cpu():
         torch.testing.assert_close(a, b)
 
 
+@pytest.mark.parametrize("columns_adjacent", [True, False])
+def test_a_buffer_that_was_written_is_seen_by_autograd(columns_adjacent):
+    tensors = on_gpu(*case(12, 9, 32, table_dtype=torch.float32))
+    y = torch.randn(9, 32, device="cuda", requires_grad=True).exp()
+    if not columns_adjacent:
+        y = torch.randn(32, 9, device="cuda", requires_grad=True).exp().t()
+    loss = (y * y).sum()
+    with torch.no_grad():
+        ops.assemble_embeddings_out(*tensors, out=y)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
 def test_wrong_data_is_recorded_treated_safely_and_leaves_the_device_usable():
     ids, table, pool, row_map = on_gpu(*case(5, 8, 64))
     wrong = row_map.clone()

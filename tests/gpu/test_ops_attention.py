@@ -429,3 +429,129 @@ def test_every_device_works_whichever_is_current():
         for got in results:
             assert got.device == device
             torch.testing.assert_close(got, results[-1], atol=2e-2, rtol=2e-2)
+
+
+LARGE = tuple(name for name in BACKENDS if name != "reference")  # its masks are quadratic in all rows
+
+
+@pytest.mark.parametrize("backend", LARGE)
+def test_offsets_pass_two_to_the_31(backend):
+    length, batch, heads, width = 1000, 360, 16, 128
+    qkv = torch.randn(length * batch, 3 * heads * width, device="cuda", dtype=torch.bfloat16)
+    assert qkv.numel() > 2**31
+    q, k, v = (x.unflatten(1, (heads, width)) for x in qkv.chunk(3, dim=1))
+    got = ops.varlen_attention(q, k, v, offsets([length] * batch), length, backend=backend)
+    for rows in (slice(0, length), slice(-length, None)):
+        assert_right(got[rows], q[rows], k[rows], v[rows], [length], False)
+
+
+@pytest.mark.parametrize("with_windows", [False, True])
+def test_window_offsets_pass_two_to_the_31(with_windows):
+    longest = 64 if with_windows else 8
+    length, heads, width = longest, 16, 128
+    batch = 2**31 // (3 * heads * width * length) + 8
+    qkv = torch.randn(length * batch, 3 * heads * width, device="cuda", dtype=torch.bfloat16)
+    assert qkv.numel() > 2**31
+    q, k, v = (x.unflatten(1, (heads, width)) for x in qkv.chunk(3, dim=1))
+    cu = torch.arange(0, length * batch + 1, length, dtype=torch.int32, device="cuda")
+    got = ops.varlen_attention(q, k, v, cu, longest, backend="triton")
+    for rows in (slice(0, length), slice(-length, None)):
+        assert_right(got[rows], q[rows], k[rows], v[rows], [length], False)
+
+
+WINDOWS = {
+    "aligned": [64] * 200,
+    "cut at the edges": ([64] * 9 + [16]) * 20,
+    "short": [3, 1, 8, 5] * 100,
+    "any": [1 + (i * 37) % 64 for i in range(300)],
+    "mostly empty": [64] * 5 + [0] * 3000,
+    "all kinds of gaps": [0, 64, 0, 0, 1, 33, 0, 64, 64, 0, 17] * 30,
+}
+
+
+@pytest.mark.parametrize("width", [64, 72, 80, 96, 128, 256])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("case", WINDOWS)
+def test_windows(case, causal, width):
+    lengths, tail = WINDOWS[case], 37
+    covered = sum(lengths)
+    g = torch.Generator(device="cuda").manual_seed(width)
+    qkv = torch.randn(covered + tail, 10, width, generator=g, device="cuda").bfloat16()
+    qkv[covered:] = float("nan")
+    q, k, v = qkv.split([6, 2, 2], dim=1)
+    cu = offsets(lengths)
+    got = ops.varlen_attention(q, k, v, cu, 64, causal=causal, backend="triton")
+    assert torch.equal(got[covered:], torch.zeros_like(got[covered:]))
+    # The kernel for longer sequences gives the other opinion.
+    other = ops.varlen_attention(q, k, v, cu, 65, causal=causal, backend="triton")
+    torch.testing.assert_close(got, other, atol=2e-2, rtol=2e-2)
+    few = sum(lengths[:12])
+    assert_right(got[:few], q[:few], k[:few], v[:few], lengths[:12], causal)
+    assert all(
+        torch.equal(got, ops.varlen_attention(q, k, v, cu, 64, causal=causal, backend="triton"))
+        for _ in range(2)
+    )
+
+
+@pytest.mark.parametrize("lengths", [[5, 9, 3, 40, 64, 2], [64, 64, 64], [100, 30, 200]])
+def test_what_is_not_a_number_stays_in_its_sequence(lengths):
+    longest = max(lengths)
+    q, k, v = torch.randn(sum(lengths), 3, 4, 80, device="cuda").bfloat16().unbind(1)
+    clean = ops.varlen_attention(q, k, v, offsets(lengths), longest, backend="triton")
+    rows = slice(lengths[0], lengths[0] + lengths[1])
+    k[rows.start], v[rows.start + 1] = float("nan"), float("inf")
+    got = ops.varlen_attention(q, k, v, offsets(lengths), longest, backend="triton")
+    assert not got[rows].isfinite().all()
+    # In other blocks of keys than without it, where sequences share a program: the sums round in another order.
+    torch.testing.assert_close(got[: rows.start], clean[: rows.start], atol=1e-2, rtol=1e-2)
+    torch.testing.assert_close(got[rows.stop :], clean[rows.stop :], atol=1e-2, rtol=1e-2)
+
+
+SHAPES = ([4096] * 2, [64] * 300, [700, 30, 1, 0, 255], [16] * 100, [2000])
+
+
+@pytest.mark.parametrize("lengths", SHAPES)
+@pytest.mark.parametrize("how", ["choice", "context", "measure"])
+def test_the_unnamed_call_is_the_chosen_backend(how, lengths):
+    q, k, v = torch.randn(sum(lengths), 3, 8, 80, device="cuda").bfloat16().unbind(1)
+    arguments = (q, k, v, offsets(lengths), max(lengths))
+    chosen = ops.select_backend(
+        head_dim=80, heads=8, tokens=q.shape[0], batch=len(lengths), max_seqlen=max(lengths)
+    )
+    if how == "choice":
+        assert torch.equal(ops.varlen_attention(*arguments), ops.varlen_attention(*arguments, backend=chosen))
+    elif how == "context":
+        with ops.attention_backend("torch"):
+            got = ops.varlen_attention(*arguments)
+        assert torch.equal(got, ops.varlen_attention(*arguments, backend="torch"))
+    else:
+        got = ops.varlen_attention(*arguments, backend="measure")
+        named = [ops.varlen_attention(*arguments, backend=name) for name in LARGE]
+        assert any(torch.equal(got, one) for one in named)
+
+
+def test_a_measured_choice_is_captured_and_an_unmeasured_one_refused():
+    q, k, v = torch.randn(333, 3, 5, 64, device="cuda").bfloat16().unbind(1)
+    cu = offsets([300, 30])
+    graph = torch.cuda.CUDAGraph()
+    with pytest.raises(ops.DuringCaptureError, match="once on that shape"), torch.cuda.graph(graph):
+        ops.varlen_attention(q, k, v, cu, 300, backend="measure")
+    torch.cuda.synchronize()
+    expected = ops.varlen_attention(q, k, v, cu, 300, backend="measure")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = ops.varlen_attention(q, k, v, cu, 300, backend="measure")
+    graph.replay()
+    assert torch.equal(got, expected)
+
+
+def test_a_kernel_that_must_be_compiled_first_is_refused_inside_a_capture():
+    q, k, v = (
+        torch.randn(64, 3, 7, 40, device="cuda").bfloat16().unbind(1)
+    )  # no other test has seven heads of 40
+    cu = offsets([64])
+    graph = torch.cuda.CUDAGraph()
+    with pytest.raises(ops.DuringCaptureError, match="'fa4'"), torch.cuda.graph(graph):
+        ops.varlen_attention(q, k, v, cu, 64, backend="fa4")
+    torch.cuda.synchronize()
+    assert_right(ops.varlen_attention(q, k, v, cu, 64, backend="fa4"), q, k, v, [64], False)

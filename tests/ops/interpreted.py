@@ -5,37 +5,31 @@ Started by test_triton_interpreted.py with TRITON_INTERPRET=1, which must be set
 
 import itertools
 import os
-from unittest import mock
 
 import pytest
 import torch
+from interpreting import (
+    allow_new_numpy,
+    assert_near,
+    between_nans,
+    doubtful_offsets,
+    expect,
+    guarded,
+    guarded_outputs,
+    is_whole,
+    is_wrong,
+    offsets_of,
+    packed,
+    recorded,
+)
 
 from mmgraph import ops
 from mmgraph.ops.assembly import cuda as kernels
 from mmgraph.ops.assembly import reference as plain
 from mmgraph.ops.attention import reference, triton_backend
+from mmgraph.ops.attention.zero_tail import zero_tail
 
 assert os.environ.get("TRITON_INTERPRET") == "1"
-
-
-def allow_new_numpy():
-    """Triton 3.6's interpreter takes ``int()`` of one-element arrays, which numpy 2.4 refuses; newer ones don't."""
-    from triton.runtime import interpreter
-
-    patch = interpreter._patch_lang_tensor
-
-    def patch_and_mend(tensor, scope):
-        patch(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.squeeze()))
-
-    interpreter._patch_lang_tensor = patch_and_mend
-
-
-def expect(words, call):
-    call()
-    with pytest.raises(ops.DeviceError, match=words):
-        ops.check_errors()
-    ops.check_errors()
 
 
 def assembly():
@@ -109,112 +103,42 @@ def attention():
         heads, kv_heads, width, v_width, lengths, tail, longest = case
         tokens = sum(lengths) + tail
         g = torch.Generator().manual_seed(tokens)
-        qkv = torch.randn(tokens, (heads + kv_heads) * width + kv_heads * v_width, generator=g).to(dtype)
+        q, k, v, qkv = packed(g, tokens, heads, kv_heads, width, v_width, dtype)
         qkv[tokens - tail :] = float("nan")
-        q, k, v = qkv.split([heads * width, kv_heads * width, kv_heads * v_width], dim=1)
-        q, k, v = q.unflatten(1, (-1, width)), k.unflatten(1, (-1, width)), v.unflatten(1, (-1, v_width))
-        cu = torch.tensor([sum(lengths[:i]) for i in range(len(lengths) + 1)], dtype=torch.int32)
+        cu = offsets_of(lengths)
         for scale in (width**-0.5, -0.2):
             got, lse = triton_backend.forward(q, k, v, cu, longest, scale, causal, True, blocks)
             expected, expected_lse = reference.forward(q, k, v, cu, longest, scale, causal, True)
             torch.testing.assert_close(lse, expected_lse, atol=2e-5, rtol=2e-5)
-            exact = reference.forward(*(x.double() for x in (q, k, v)), cu, longest, scale, causal, False)[0]
-            own = float((expected - exact).abs().max())
-            largest = float(v[: tokens - tail].abs().max()) if sum(lengths) else 0.0
-            limit = 2 * own + (1 if dtype == torch.float16 else 8) * torch.finfo(dtype).eps * largest
-            assert float((got - exact).abs().max()) <= limit
+            assert_near(got, q, k, v, cu, longest, scale, causal)
             assert float(got[tokens - tail :].abs().sum()) == 0.0
         filled = torch.full_like(expected, 7.0)
-        triton_backend.zero_tail(filled, cu, longest)
+        zero_tail(filled, cu, longest)
         assert bool((filled[: tokens - tail] == 7).all())
         assert float(filled[tokens - tail :].abs().sum()) == 0.0
     ops.check_errors()
 
 
 def wrong_offsets():
-    q = torch.randn(8, 1, 16)
+    q, blocks = torch.randn(8, 1, 16), triton_backend.Blocks(16, 16, 4, 1)
     for cu, longest in (([0, 9], 9), ([0, 5, 3], 5), ([0, 8], 4), ([-1, 4], 5)):
         offsets = torch.tensor(cu, dtype=torch.int32)
         expect(
             "cu_seqlens doesn't fit",
-            lambda o=offsets, n=longest: triton_backend.forward(q, q, q, o, n, 1.0, False, False),
+            lambda o=offsets, n=longest: triton_backend.forward(q, q, q, o, n, 1.0, False, False, blocks),
         )
-        expect("cu_seqlens doesn't fit", lambda o=offsets, n=longest: triton_backend.zero_tail(q.clone(), o, n))
-
-
-def guarded(made, values=7.0):
-    """Room for a tensor with as much again, of nines, before and after it; and the tensor."""
-    size = made.numel()
-    room = torch.full((3 * size,), 9.0, dtype=made.dtype)
-    inside = room[size : 2 * size].view(made.shape)
-    inside.copy_(torch.as_tensor(values))
-    return room, inside
-
-
-def is_whole(room):
-    size = room.shape[0] // 3
-    return bool((room[:size] == 9).all() and (room[2 * size :] == 9).all())
-
-
-def doubtful_offsets(tokens, batch):
-    """Offsets that a caller may hand in by mistake, and some that are right."""
-    largest, least = 2**31 - 1, -(2**31)
-    yield [0] * batch + [tokens]
-    yield [tokens + 136 + 5 * i for i in range(batch + 1)]
-    yield [10**6 + 5 * i for i in range(batch + 1)]
-    yield [3 + 4 * i for i in range(batch + 1)]
-    yield [20] * batch + [tokens]
-    yield [tokens - i for i in range(batch + 1)]
-    yield [-5 * i for i in range(batch + 1)]
-    yield [-7, *range(batch)]
-    for value in (largest, least, -1, tokens, tokens + 1):
-        yield [value] * (batch + 1)
-        for place in range(batch + 1):
-            offsets = [tokens * i // batch for i in range(batch + 1)]
-            offsets[place] = value
-            yield offsets
-    g = torch.Generator().manual_seed(0)
-    for reach in (tokens, 2 * tokens, largest):
-        for _ in range(4):
-            yield torch.randint(-reach, reach, (batch + 1,), generator=g).tolist()
-            yield torch.randint(0, reach, (batch + 1,), generator=g).sort().values.tolist()
-
-
-def is_wrong(offsets, tokens, longest):
-    lengths = [b - a for a, b in itertools.pairwise(offsets)]
-    return offsets[0] != 0 or min(lengths) < 0 or offsets[-1] > tokens or max(lengths) > longest
-
-
-def recorded():
-    try:
-        ops.check_errors()
-    except ops.DeviceError as error:
-        return "cu_seqlens doesn't fit" in str(error)
-    return False
+        expect("cu_seqlens doesn't fit", lambda o=offsets, n=longest: zero_tail(q.clone(), o, n))
 
 
 def offsets_never_lead_outside():
     tokens, batch, blocks = 40, 5, triton_backend.Blocks(16, 16, 4, 1)
-    # What lies beside q, k and v would show in the output; what lies beside the output would change.
-    room = torch.full((3 * tokens, 2, 16), float("nan"))
-    q = room[tokens : 2 * tokens]
-    q.copy_(torch.randn(tokens, 2, 16, generator=torch.Generator().manual_seed(1)))
-    plain_empty = torch.Tensor.new_empty
+    q = between_nans(torch.randn(tokens, 2, 16, generator=torch.Generator().manual_seed(1)))
     # The bisected grid is taken for the larger longest length.
     kinds = ((False, 16, True), (True, 16, False), (False, 40, False), (True, 40, True))
     for index, offsets in enumerate(doubtful_offsets(tokens, batch)):
         for with_lse, longest, causal in kinds[index % 2 :: 2]:
             cu = torch.tensor(offsets, dtype=torch.int32)
-            rooms = []
-
-            def new_empty(tensor, shape, rooms=rooms, **keywords):
-                if "device" in keywords:  # the interpreter's own
-                    return plain_empty(tensor, shape, **keywords)
-                dtype = keywords.get("dtype", tensor.dtype)
-                rooms.append(guarded(torch.empty(shape, dtype=dtype)))
-                return rooms[-1][1]
-
-            with mock.patch.object(torch.Tensor, "new_empty", new_empty):
+            with guarded_outputs() as rooms:
                 out, _ = triton_backend.forward(q, q, q, cu, longest, 0.25, causal, with_lse, blocks)
             assert len(rooms) == 1 + with_lse
             assert all(is_whole(room) for room, _ in rooms), offsets
@@ -223,7 +147,7 @@ def offsets_never_lead_outside():
             assert recorded() == wrong, (offsets, longest)
             if longest == 40:
                 beside, filled = guarded(q, q)
-                triton_backend.zero_tail(filled, cu, longest)
+                zero_tail(filled, cu, longest)
                 assert is_whole(beside), offsets
                 assert recorded() == wrong, (offsets, longest)
 
@@ -241,7 +165,7 @@ def rows_in_front_are_zero():
         torch.testing.assert_close(out[first:last], expected[0])
         torch.testing.assert_close(lse[:, first:last], expected[1])
         filled = q.clone()
-        triton_backend.zero_tail(filled, cu, longest)
+        zero_tail(filled, cu, longest)
         assert torch.equal(filled[first:last], part)
         for uncovered in (slice(first), slice(last, None)):
             assert float(out[uncovered].abs().sum()) == float(filled[uncovered].abs().sum()) == 0.0

@@ -90,6 +90,14 @@ def test_the_out_form_refuses_buffers_that_do_not_fit(out, words):
     good()
 
 
+def test_the_out_form_refuses_columns_beside_an_inputs_and_says_so():
+    room = torch.zeros(5, 4)
+    arguments = {"input_ids": IDS, "table": room[:, 2:], "pool": POOL, "row_map": MAP}
+    with pytest.raises(ops.ArgumentError, match="overlaps table in memory, counted from the first element"):
+        ops.assemble_embeddings_out(**arguments, out=room[:3, :2])
+    good()
+
+
 @pytest.mark.parametrize(
     "out",
     [

@@ -1,10 +1,13 @@
 """Invariant: gradients reach text rows of the table, pool rows (those used twice add up) and nothing else."""
 
+import types
+
 import pytest
 import torch
 from torch.autograd import gradcheck
 
 from mmgraph import ops
+from mmgraph.ops.assembly import cuda
 
 IDS = torch.tensor([0, 1, 1, 99, -4, 3, 2])
 MAP = torch.tensor([-1, -1, 2, 2, -1, 0, -1], dtype=torch.int32)
@@ -77,3 +80,25 @@ def test_nan_gradients_of_covered_rows_stay_away_from_the_table():
     grad[MAP >= 0] = float("nan")
     ops.assemble_embeddings(IDS, table, pool, MAP).backward(grad)
     assert bool(table.grad.isfinite().all())
+
+
+@pytest.mark.parametrize("columns_adjacent", [True, False])
+def test_a_buffer_that_a_kernel_writes_is_seen_by_autograd(columns_adjacent, monkeypatch):
+    """A kernel writes through a pointer, of which autograd sees nothing."""
+
+    class Kernel:
+        def __getitem__(self, grid):
+            return lambda ids, table, pool, row_map, out, *rest, **options: out.numpy().fill(2)
+
+    monkeypatch.setattr(cuda, "kernel_module", lambda name: types.SimpleNamespace(assemble_kernel=Kernel()))
+    monkeypatch.setattr(cuda, "flag_for", lambda device: None)
+    table, pool = leaf(5, 3).detach(), leaf(4, 3).detach()
+    y = leaf(7, 3).exp() if columns_adjacent else leaf(3, 7).t().exp()
+    loss = (y * y).sum()
+    with torch.no_grad():
+        cuda.assemble_out(IDS, table, pool, MAP, False, out=y)
+        assert bool((y == 2).all())
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+    with torch.inference_mode():
+        cuda.assemble_out(IDS, table, pool, MAP, False, out=torch.zeros(7, 3, dtype=torch.float64))

@@ -47,7 +47,11 @@ def cu(*values):
         ({"max_seqlen": torch.tensor(3)}, ops.ArgumentError, "would synchronise"),
         ({"max_seqlen": 3.0}, ops.ArgumentError, "must be a Python int, got float"),
         ({"max_seqlen": True}, ops.ArgumentError, "must be a Python int, got bool"),
-        ({"backend": "flash"}, ops.UnknownBackend, "choose one of fa2, triton, reference"),
+        (
+            {"backend": "flash"},
+            ops.UnknownBackend,
+            "choose one of fa3, fa4, fa2, .*reference",
+        ),
         ({"backend": "triton"}, ops.UnusableBackend, "reference: usable"),
         ({"backend": "fa2"}, ops.UnusableBackend, "tensors are on cpu"),
     ],
@@ -68,3 +72,27 @@ def test_the_gradient_free_op_refuses_to_drop_a_gradient():
         with pytest.raises(ops.GradientError, match=r"mmgraph\.ops\.varlen_attention"):
             op(q, KV, KV, CU, 3, None, False)
     good()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"scale": "x"}, "scale must be a Python number or None, got str"),
+        ({"scale": torch.tensor(0.5)}, "scale must be .*got Tensor; reading it would synchronise"),
+        ({"scale": True}, "scale must be .*got bool"),
+        ({"causal": None}, "causal must be True or False, got NoneType"),
+        ({"causal": "yes"}, "causal must be True or False, got str"),
+    ],
+)
+def test_scalars_of_other_types(options, words):
+    q, cu = torch.randn(7, 2, 8), torch.tensor([0, 3, 7], dtype=torch.int32)
+    with pytest.raises(ops.ArgumentError, match=words):
+        ops.varlen_attention(q, q, q, cu, 4, **options)
+    ops.varlen_attention(q, q, q, cu, 4, scale=1, causal=True)
+
+
+def test_a_name_of_another_type_is_unknown():
+    q, cu = torch.randn(7, 2, 8), torch.tensor([0, 3, 7], dtype=torch.int32)
+    for name in (["triton"], "", 3):
+        with pytest.raises(ops.UnknownBackend):
+            ops.varlen_attention(q, q, q, cu, 4, backend=name)

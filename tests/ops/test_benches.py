@@ -8,7 +8,7 @@ import sys
 import pytest
 
 
-@pytest.mark.parametrize("name", ["assembly", "attention"])
+@pytest.mark.parametrize("name", ["assembly", "attention", "regret", "rope"])
 def test_a_smoke_run_writes_its_results(name, tmp_path, pytestconfig):
     root = pytestconfig.rootpath
     out = tmp_path / "results" / f"{name}.json"
@@ -25,3 +25,39 @@ def test_a_smoke_run_writes_its_results(name, tmp_path, pytestconfig):
     assert results["benchmark"] == name
     assert {"date", "torch", "device"} <= set(results["environment"])
     assert results["rows"]
+
+
+def test_a_smoke_run_of_the_choices_writes_a_table_that_is_read(tmp_path, pytestconfig):
+    from mmgraph.ops.attention import choice_table
+
+    root = pytestconfig.rootpath
+    out = tmp_path / "sm00.json"
+    path = os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])
+    command = [sys.executable, str(root / "bench" / "choices.py"), "--smoke", "--out", str(out)]
+    environment = {**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    for more in ([], ["--only", "reference", "--below", "1e9"]):  # anew, and then some of it again
+        done = subprocess.run([*command, *more], env=environment, capture_output=True, text=True, timeout=200)
+        assert done.returncode == 0, done.stdout + done.stderr
+    grids = choice_table.parse(json.loads(out.read_text()))
+    assert {kind.width for kind in grids} == set(choice_table.WIDTHS)
+    measured = [time for grid in grids.values() for time in grid.times["reference"] if time is not None]
+    assert len(measured) >= len(grids)
+
+
+def test_drawn_lengths_are_lengths(pytestconfig):
+    import importlib.util
+    import random
+
+    spec = importlib.util.spec_from_file_location("shapes", pytestconfig.rootpath / "bench" / "shapes.py")
+    shapes = importlib.util.module_from_spec(spec)
+    sys.modules["shapes"] = shapes  # a dataclass looks its module up
+    spec.loader.exec_module(shapes)
+    draw = random.Random(0)
+    for _ in range(2000):
+        batch = draw.randint(1, 300)
+        tokens, ratio = draw.randint(batch, 70000), draw.choice((1, draw.uniform(1, 2), draw.uniform(2, 12)))
+        lengths = shapes.spread(tokens, batch, ratio, draw)
+        assert len(lengths) == batch
+        assert sum(lengths) == tokens
+        assert min(lengths) >= 0
+        assert max(lengths) <= tokens / batch * max(ratio, 1) + 1

@@ -28,6 +28,8 @@ def case(name, tokens):
         "deepstack": (hidden, deep, row_map),
         "attention": (qkv, cu, tokens),
         "attention_named": (qkv, cu, tokens),
+        "rope": (qkv, torch.randn(8, generator=g)),
+        "rope_in_place": (qkv, torch.randn(8, generator=g)),
     }[name]
 
 
@@ -62,6 +64,22 @@ def attention_named(qkv, cu, tokens):
     return attention(qkv, cu, tokens, backend="reference")
 
 
+def angles(qkv):
+    return torch.arange(qkv.shape[0])[:, None] * torch.tensor([1.0, 0.5, 0.25, 0.125])
+
+
+def rope(qkv, weight):
+    tables = torch.polar(torch.ones(()), angles(qkv))
+    q, k, v = ops.packed_qkv_rope(qkv * 2, tables, None, 2, 1, 8, interleaved=True, q_norm=weight)
+    return torch.cat([q.relu(), k, v + 1], dim=1)
+
+
+def rope_in_place(qkv, weight):
+    tables = angles(qkv)
+    q, k, v = ops.packed_qkv_rope_(qkv, tables.cos(), tables.sin(), 2, 1, 8, k_norm=weight)
+    return torch.cat([q, k, v], dim=1) + qkv.sum()
+
+
 FUNCTIONS = {
     "assemble": assemble,
     "assemble_out": assemble_out,
@@ -69,6 +87,8 @@ FUNCTIONS = {
     "deepstack": deepstack,
     "attention": attention,
     "attention_named": attention_named,
+    "rope": rope,
+    "rope_in_place": rope_in_place,
 }
 
 
@@ -82,7 +102,7 @@ def test_one_graph_serves_every_size(name):
             torch.testing.assert_close(compiled(*case(name, tokens)), function(*case(name, tokens)))
 
 
-@pytest.mark.parametrize("name", ["assemble", "deepstack", "attention", "merge"])
+@pytest.mark.parametrize("name", ["assemble", "deepstack", "attention", "merge", "rope"])
 def test_one_graph_serves_every_size_with_gradients(name):
     torch._dynamo.reset()
     function = FUNCTIONS[name]

@@ -23,6 +23,9 @@ OPS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "varlen_attention": lambda x: ops.varlen_attention(
         x.repeat(2, 1)[:, None], x.repeat(2, 1)[:, None], x.repeat(2, 1)[:, None], CU, 3
     ),
+    "packed_qkv_rope": lambda x: torch.cat(
+        ops.packed_qkv_rope(x.reshape(1, 6), table()[:1, 1:2], table()[:1, 2:], 1, 1, 2, q_norm=table()[1, 1:])
+    ),
 }
 
 

@@ -1,7 +1,10 @@
 """Invariant: what a kernel records is raised once, by name, and then forgotten."""
 
+import threading
+
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from mmgraph import ops
 from mmgraph.ops import error_flag
@@ -44,6 +47,24 @@ def test_a_flag_made_in_inference_mode_can_be_cleared_outside():
     with torch.inference_mode(), pytest.raises(ops.DeviceError):
         ops.check_errors()
     ops.check_errors()
+
+
+def test_a_flag_is_made_where_no_pool_or_mode_of_the_caller_reaches(monkeypatch):
+    """PyTorch sends a thread's allocations to the pool of a graph, and traces what a thread calls."""
+    made_by = []
+    zeros = torch.zeros
+
+    def spy(*arguments, **keywords):
+        made_by.append(threading.get_ident())
+        return zeros(*arguments, **keywords)
+
+    monkeypatch.setattr(torch, "zeros", spy)
+    with FakeTensorMode():
+        flag = error_flag.flag_for(CPU)
+        assert error_flag.flag_for(CPU) is flag
+    assert len(made_by) == 1
+    assert made_by[0] != threading.get_ident()
+    assert not isinstance(flag, FakeTensor)
 
 
 def test_a_fault_recorded_between_reading_and_clearing_is_for_the_next_call(monkeypatch):

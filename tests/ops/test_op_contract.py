@@ -45,6 +45,29 @@ CU = torch.tensor([0, 2, 2, 5], dtype=torch.int32)
 LAYOUTS = ("plain", "sliced", "transposed")
 
 
+def rotary_samples():
+    counts = (4, 2, 6)
+    for layout, tables, norms in itertools.product(LAYOUTS, (3, 6, None), (False, True)):
+        cos, sin = (None if tables is None else matrix(5, tables, layout, torch.float64) for _ in range(2))
+        weights = [matrix(6, 1, layout)[:, 0] if norms else None for _ in range(2)]
+        rest = (cos, sin, *weights, *counts, layout == "sliced", 1e-6)
+        qkv = matrix(5, 48, layout, torch.bfloat16)
+        yield "packed_qkv_rope", (qkv, *rest), {}
+        yield "packed_qkv_rope_copy", (qkv, *rest), {}
+        yield "packed_qkv_rope_autograd", (matrix(5, 48, layout, grad=True), *rest), {}
+        if norms:
+            wanting = [x.clone().requires_grad_() for x in weights]
+            yield "packed_qkv_rope_autograd", (matrix(5, 48, layout), cos, sin, *wanting, *rest[4:]), {}
+        if layout != "transposed" and (norms or tables):
+            yield "packed_qkv_rope_", (qkv.clone() if layout == "plain" else qkv, *rest), {}
+        grads = (heads(5, 4, 6, layout), heads(5, 2, 6, layout), heads(5, 2, 6).mean().expand(5, 2, 6))
+        kept = matrix(5, 48, layout) if norms else None
+        yield "packed_qkv_rope_backward", (*grads, kept, cos, sin, *weights, False, 1e-6, layout == "plain"), {}
+    none, table = matrix(0, 48), matrix(0, 3)
+    yield "packed_qkv_rope", (none, table, table, None, None, *counts, False, 1e-6), {}
+    yield "packed_qkv_rope_", (none, table, table, None, None, *counts, False, 1e-6), {}
+
+
 def samples():
     for layout, dtype in itertools.product(LAYOUTS, (torch.float32, torch.bfloat16)):
         table, pool = matrix(4, 3, layout), matrix(3, 3, layout, dtype)
@@ -76,6 +99,7 @@ def samples():
         out, lse = N.varlen_attention_lse(q, k, v, CU, 3, None, causal, "")
         grad = heads(6, 4, 5, layout)
         yield "varlen_attention_backward", (grad, q, k, v, out, lse, CU, 3, None, causal), {}
+    yield from rotary_samples()
     yield "varlen_attention", (heads(0, 2, 4), heads(0, 2, 4), heads(0, 2, 4), CU[:1], 0, None, False), {}
 
 
@@ -113,11 +137,13 @@ def test_the_fakes_layout_is_the_real_one(name, arguments, keywords):
 def test_every_op_has_samples():
     defined = {spec.name for spec in schemas._SPECS} | {f"attn_{name}" for name in backend_names()}
     sampled = {name for name, _, _ in SAMPLES}
-    # The two others need a GPU, and are checked there with the same samples' shapes.
-    assert defined - sampled == {"attn_triton", "attn_fa2"}
+    # The others need a GPU, and are checked there with the same samples' shapes.
+    on_gpus = ("triton", "fa2", "fa3", "fa4", "torch", "flashinfer_cudnn")
+    assert defined - sampled == {f"attn_{name}" for name in on_gpus}
 
 
 @pytest.mark.parametrize("spec", schemas._SPECS, ids=lambda spec: spec.name)
 def test_integers_that_change_from_batch_to_batch_are_symbolic(spec):
     plain = set(re.findall(r"\bint\??\s+(\w+)", spec.signature))
-    assert plain <= {"level", "pool_width"}  # the model's constants
+    # The model's constants.
+    assert plain <= {"level", "pool_width", "num_heads", "num_kv_heads", "head_dim"}
