@@ -1,16 +1,19 @@
 """How fast is each attention backend, and what does a call cost on the host?
 
 bfloat16, views of one packed qkv; TFLOP/s from 4 * length^2 * heads * width a sequence, half of it where causal; L2 is
-cleared before each run. The error is the largest difference from the reference backend. Host time is a
-call under inference mode, the op against the backend's own function.
+cleared before each run. The error is the largest difference from the reference in single precision. Beside
+the backends run the packages' own functions and PyTorch's dense cuDNN attention. Host time is that of a call
+under inference mode: the op, the backend's function inside it, and the package's own function.
 
     python bench/attention.py [--out results.json] [--smoke] [--sweep]
 """
 
 import argparse
 import functools
+import importlib
 import itertools
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,13 +22,16 @@ import torch
 from measure import device_ms, environment, host_us, show, write
 
 from mmgraph import ops
-from mmgraph.ops.attention import triton_backend
+from mmgraph.ops.attention import fa2, fa3, triton_backend
 from mmgraph.ops.attention.registry import _table
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Sequences of one length, or (`ragged`) drawn around it; heads, width, key heads, causal or not."""
+    """Sequences of one length, or (`ragged`) drawn around it; heads, width, key heads, causal or not.
+
+    ``empty`` sequences of no row stand behind them, as in the padding of a bucket.
+    """
 
     batch: int
     length: int
@@ -34,16 +40,18 @@ class Shape:
     kv_heads: int = 0
     causal: bool = False
     ragged: bool = False
+    empty: int = 0
 
     def lengths(self) -> list[int]:
         if not self.ragged:
-            return [self.length] * self.batch
+            return [self.length] * self.batch + [0] * self.empty
         draw = random.Random(self.length)
         return [draw.randint(1, 2 * self.length) for _ in range(self.batch)]
 
     def __str__(self) -> str:
         kv = f"/{self.kv_heads}" if self.kv_heads else ""
         kind = (", causal" if self.causal else "") + (", ragged" if self.ragged else "")
+        kind += f", {self.empty} empty ones" if self.empty else ""
         return f"{self.batch} x {self.length}, {self.heads}{kv}, {self.width}{kind}"
 
     def tflops(self, ms: float) -> float:
@@ -60,15 +68,14 @@ SHAPES = (
     Shape(16, 1024, 16, 72),
     Shape(256, 64, 16, 80),
     Shape(64, 64, 16, 80),
+    Shape(256, 64, 16, 80, empty=768),
     Shape(16, 1024, 16, 72, ragged=True),
     Shape(64, 196, 16, 72, ragged=True),
     Shape(128, 128, 16, 64),
     Shape(8, 576, 16, 64),
-    Shape(2, 2048, 12, 32),
     Shape(4, 2048, 8, 256),
     Shape(4, 4096, 32, 128, kv_heads=8),
     Shape(4, 4096, 32, 128, kv_heads=8, causal=True),
-    Shape(4, 4096, 16, 64, causal=True),
     Shape(16, 512, 32, 128, kv_heads=8, causal=True, ragged=True),
     Shape(32, 64, 16, 64, causal=True),
 )
@@ -88,40 +95,104 @@ def prepare(shape: Shape, device: torch.device) -> tuple[Any, ...]:
     return q, k, v, cu, max(lengths)
 
 
-def others(q: Any, k: Any, v: Any, cu: Any, length: int, causal: bool) -> dict[str, Any]:
-    """Calls that mmgraph is compared with, where they are there."""
+def packages(q: Any, k: Any, v: Any, cu: Any, length: int, causal: bool) -> dict[str, Callable[[], Any]]:
+    """Calls of the packages' own public functions, where they are installed, by our name for their kernels."""
+    found: dict[str, Callable[[], Any]] = {}
     if not q.is_cuda:
-        return {}
-    width = q.shape[2]
-    scale = width**-0.5
+        return found
+    usable = {report.name for report in ops.explain_backends(**traits_of(q, k, causal)) if report.usable}
+    window = (-1, 0) if causal else (-1, -1)
+    if (
+        "torch" in usable and q.shape[1] == k.shape[1]
+    ):  # grouped heads: an argument that torch 2.11 doesn't have
+        from torch.nn.attention.varlen import varlen_attn
+
+        found["torch"] = lambda: varlen_attn(q, k, v, cu, cu, length, length, window_size=window)
+    if "fa2" in usable and fa2.source() == "flash-attn":
+        from flash_attn import flash_attn_varlen_func as call_fa2
+
+        found["fa2"] = lambda: call_fa2(q, k, v, cu, cu, length, length, causal=causal)
+    if "fa3" in usable:
+        call_fa3 = importlib.import_module(fa3.source() or "").flash_attn_varlen_func
+        found["fa3"] = lambda: call_fa3(q, k, v, cu, cu, length, length, causal=causal)
+    if "fa4" in usable:
+        from flash_attn.cute import flash_attn_varlen_func as call_fa4
+
+        found["fa4"] = lambda: call_fa4(
+            q,
+            k,
+            v,
+            cu_seqlens_q=cu,
+            cu_seqlens_k=cu,
+            max_seqlen_q=length,
+            max_seqlen_k=length,
+            causal=causal,
+        )
+    return found
+
+
+def others(shape: Shape, q: Any, k: Any, v: Any, cu: Any, length: int) -> dict[str, Callable[[], Any]]:
+    """Calls that mmgraph is compared with: the packages' own functions, and PyTorch's dense cuDNN attention."""
+    found = {f"{name} package": call for name, call in packages(q, k, v, cu, length, shape.causal).items()}
+    if q.is_cuda and not (shape.ragged or shape.kv_heads or shape.empty):
+        from torch.nn.attention import SDPBackend, sdpa_kernel
+
+        dense_q, dense_k, dense_v = (x.unflatten(0, (shape.batch, -1)).transpose(1, 2) for x in (q, k, v))
+
+        def attend() -> Any:
+            with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+                out = torch.nn.functional.scaled_dot_product_attention(
+                    dense_q, dense_k, dense_v, is_causal=shape.causal
+                )
+            return out.transpose(1, 2).flatten(0, 1)
+
+        found["torch dense cuDNN"] = attend
+    return found
+
+
+def traits_of(q: Any, k: Any, causal: bool) -> dict[str, Any]:
     return {
-        "torch varlen": lambda: torch.ops.aten._flash_attention_forward(
-            q, k, v, cu, cu, length, length, 0.0, causal, False, scale=scale
-        )[0]
+        "device": q.device,
+        "dtype": q.dtype,
+        "head_dim": q.shape[2],
+        "heads": q.shape[1],
+        "kv_heads": k.shape[1],
+        "causal": causal,
     }
+
+
+def exact(q: Any, k: Any, v: Any, cu: Any, causal: bool) -> Any:
+    """The reference in single precision, a sequence at a time."""
+    ends = cu.tolist()
+    parts = []
+    for first, last in itertools.pairwise(ends):
+        if first == last:
+            continue
+        rows = slice(first, last)
+        own_q, own_k, own_v = q[rows].float(), k[rows].float(), v[rows].float()
+        one = torch.tensor([0, last - first], dtype=torch.int32, device=q.device)
+        out = ops.varlen_attention(own_q, own_k, own_v, one, last - first, causal=causal, backend="reference")
+        parts.append(out)
+    return torch.cat(parts)
 
 
 def measure(shape: Shape, device: torch.device) -> list[dict[str, Any]]:
     q, k, v, cu, length = prepare(shape, device)
-    expected = ops.varlen_attention(q, k, v, cu, length, causal=shape.causal, backend="reference").float()
-    traits: dict[str, Any] = {
-        "device": device,
-        "dtype": q.dtype,
-        "head_dim": shape.width,
-        "heads": shape.heads,
-        "kv_heads": k.shape[1],
-        "causal": shape.causal,
-    }
+    expected = exact(q, k, v, cu, shape.causal)
+    traits = traits_of(q, k, shape.causal)
     reports = ops.explain_backends(**traits)
     names = [report.name for report in reports if report.usable and report.name != "reference"] or ["reference"]
-    chosen = ops.select_backend(**traits, tokens=q.shape[0], batch=shape.batch, max_seqlen=length)
+    batch = shape.batch + shape.empty
+    chosen = ops.select_backend(**traits, tokens=q.shape[0], batch=batch, max_seqlen=length)
     run = functools.partial(ops.varlen_attention, q, k, v, cu, length, causal=shape.causal)
-    calls = {name: functools.partial(run, backend=name) for name in names}
+    calls: dict[str, Callable[[], Any]] = {name: functools.partial(run, backend=name) for name in names}
     calls[f"None ({chosen})"] = run
-    calls |= others(q, k, v, cu, length, shape.causal)
+    calls |= others(shape, q, k, v, cu, length)
     found = []
     for name, call in calls.items():
-        error = float((call().float() - expected).abs().max())
+        result = call()
+        out = result[0] if isinstance(result, tuple) else result  # some packages give log-sum-exps too
+        error = float((out.float() - expected).abs().max())
         ms = device_ms(call, device)
         found.append(
             {"shape": str(shape), "backend": name, "ms": ms, "TFLOP/s": shape.tflops(ms), "error": error}
@@ -130,32 +201,33 @@ def measure(shape: Shape, device: torch.device) -> list[dict[str, Any]]:
 
 
 def host(device: torch.device) -> list[dict[str, Any]]:
-    """One call on a small input: the op that chooses, the backend's own op, and the backend's function."""
+    """One call on a small input: the op, the backend's function inside it, and the package's own function."""
     q, k, v, cu, length = prepare(Shape(2, 16, 2, 64), device)
     found: list[dict[str, Any]] = []
-    reports = ops.explain_backends(device=device, dtype=q.dtype, head_dim=64, heads=2)
+    direct = packages(q, k, v, cu, length, False)
+    reports = ops.explain_backends(**traits_of(q, k, False))
+    chosen = ops.select_backend(**traits_of(q, k, False), tokens=32, batch=2, max_seqlen=length)
     for name in (report.name for report in reports if report.usable):
         forward = _table()[name].forward
-        named = functools.partial(ops.varlen_attention, q, k, v, cu, length, backend=name)
-        alone = functools.partial(forward, q, k, v, cu, length, 0.125, False, False)
         row: dict[str, Any] = {
             "call": name,
-            "named op us": host_us(named, device),
-            "backend alone us": host_us(alone, device),
+            "op us": host_us(
+                functools.partial(ops.varlen_attention, q, k, v, cu, length, backend=name), device
+            ),
+            "backend's function us": host_us(
+                functools.partial(forward, q, k, v, cu, length, 0.125, False, False), device
+            ),
+            "package's function us": host_us(direct[name], device) if name in direct else None,
         }
-        row["op adds us"] = row["named op us"] - row["backend alone us"]
         found.append(row)
-    name = ops.select_backend(
-        device=device, dtype=q.dtype, head_dim=64, heads=2, tokens=32, batch=2, max_seqlen=16
-    )
-    bare = next(row["backend alone us"] for row in found if row["call"] == name)
-    chosen = host_us(lambda: ops.varlen_attention(q, k, v, cu, length), device)
+    unnamed = host_us(functools.partial(ops.varlen_attention, q, k, v, cu, length), device)
+    bare = next(row["backend's function us"] for row in found if row["call"] == chosen)
     found.append(
         {
-            "call": f"None ({name})",
-            "named op us": chosen,
-            "backend alone us": bare,
-            "op adds us": chosen - bare,
+            "call": f"None ({chosen})",
+            "op us": unnamed,
+            "backend's function us": bare,
+            "package's function us": None,
         }
     )
     return found

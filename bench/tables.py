@@ -55,26 +55,71 @@ def assembly(data: dict[str, Any]) -> str:
 
 def attention(data: dict[str, Any]) -> str:
     shapes = list(dict.fromkeys(r["shape"] for r in data["rows"]))
-    found = {(r["shape"], r["backend"].split(" ")[0]): r for r in data["rows"]}
+    found = {(r["shape"], r["backend"].split(" (")[0]): r for r in data["rows"]}
     chosen = {r["shape"]: r["backend"] for r in data["rows"] if r["backend"].startswith("None")}
-    rows = [
-        (
-            shape,
-            *(f"{found[shape, name]['ms']:.4f}" for name in ("fa2", "triton", "torch")),
-            chosen[shape].removeprefix("None (").removesuffix(")"),
-            f"{found[shape, 'triton']['TFLOP/s']:.0f}",
+    names = list(
+        dict.fromkeys(
+            r["backend"]
+            for r in data["rows"]
+            if " " not in r["backend"] and not r["backend"].startswith("None")
         )
-        for shape in shapes
-    ]
-    header = (
-        "sequences x length, heads, width",
-        "fa2 ms",
-        "triton ms",
-        "torch's varlen ms",
-        "chosen",
-        "triton TFLOP/s",
     )
-    return _where(data) + markdown(header, rows)
+
+    def cell(shape: str, name: str, key: str = "ms", form: str = ".4f") -> str:
+        row = found.get((shape, name))
+        return "" if row is None else format(row[key], form)
+
+    times = markdown(
+        ("sequences x length, heads, width", *(f"{n} ms" for n in names), "no name: ms", "chosen", "TFLOP/s"),
+        [
+            (
+                shape,
+                *(cell(shape, name) for name in names),
+                cell(shape, "None"),
+                chosen[shape].removeprefix("None (").removesuffix(")"),
+                cell(shape, "None", "TFLOP/s", ".0f"),
+            )
+            for shape in shapes
+        ],
+    )
+    peers = list(
+        dict.fromkeys(r["backend"] for r in data["rows"] if " " in r["backend"] and "None" not in r["backend"])
+    )
+    others = markdown(
+        ("sequences x length, heads, width", *(f"{n} ms" for n in peers)),
+        [(shape, *(cell(shape, name) for name in peers)) for shape in shapes],
+    )
+    keys = ("op us", "backend's function us", "package's function us")
+    host = markdown(
+        ("call", *keys),
+        [(r["call"], *("" if r[k] is None else f"{r[k]:.1f}" for k in keys)) for r in data["host"]],
+    )
+    return (
+        f"{_where(data)}{times}\n\n"
+        "The packages' own functions and PyTorch's dense cuDNN attention, in the same run:\n\n"
+        f"{others}\n\nHost time of a call with 32 rows, in inference mode:\n\n{host}"
+    )
+
+
+def regret(data: dict[str, Any]) -> str:
+    names = ("median", "95th percentile", "worst")
+    rows = [(r["what"], str(r["shapes"]), *(f"{r[n]:.1%}" for n in names)) for r in data["summary"]]
+    return _where(data) + markdown(("slower than the fastest backend", "shapes", *names), rows)
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.4f}"
+
+
+def rope(data: dict[str, Any]) -> str:
+    forward = ("eager ms", "compiled ms", "mmgraph ms", "in place ms", "copy limit ms")
+    names = ("eager ms", "compiled ms", "mmgraph ms", "copy limit ms")
+
+    def table(rows: list[dict[str, Any]], columns: tuple[str, ...]) -> str:
+        made = [(f"{r['shape']}, {r['what']}", *(_number(r[name]) for name in columns)) for r in rows]
+        return markdown(("tokens, heads/kv heads x width", *columns), made)
+
+    return f"{_where(data)}{table(data['rows'], forward)}\n\n{table(data['backward'], names)}"
 
 
 def replay(data: dict[str, Any]) -> str:
@@ -87,7 +132,9 @@ RENDER: dict[str, Callable[[dict[str, Any]], str]] = {
     "run": run,
     "assembly": assembly,
     "attention": attention,
+    "regret": regret,
     "replay": replay,
+    "rope": rope,
 }
 
 
