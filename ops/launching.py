@@ -88,6 +88,7 @@ def launch(
             "can't happen "
             "while a graph is being captured. Run the function once on these shapes and layouts before capturing it."
         )
-    variant = kernel[(programs,)](*arguments, num_warps=num_warps, num_stages=num_stages)
+    # Said, because Triton 3.10 changes the default of fusing a product and a sum.
+    variant = kernel[(programs,)](*arguments, num_warps=num_warps, num_stages=num_stages, enable_fp_fusion=True)
     if variant is not None:  # the interpreter has none
         _variants[key] = variant

@@ -61,7 +61,7 @@ def rank(traits: Traits, tokens: int, batch: int, max_seqlen: int) -> tuple[Atte
     if tokens <= 0 or batch <= 0 or max_seqlen <= 0:
         return _decide(traits, 0, 0, 0, True)
     mean, ratio, rows = choice_table.place_of(tokens, batch, max_seqlen, traits.heads)
-    is_window = max_seqlen <= WINDOW
+    is_window = min(max_seqlen, tokens) <= WINDOW
     return _decide(traits, round(4 * mean), round(4 * ratio), round(2 * rows), is_window)
 
 

@@ -81,7 +81,7 @@ def test_a_second_call_of_a_kind_launches_the_kept_variant():
     grid, arguments, options = kernel.compiled[0]
     assert grid == (5,)
     assert arguments == (*first, 3, 0.5, 72, 8, 64, True)
-    assert options == {"num_warps": 4, "num_stages": 3}
+    assert options == {"num_warps": 4, "num_stages": 3, "enable_fp_fusion": True}
     assert kernel.launched == []
     # Another number of programs, counts, addresses and strides of the same kind.
     call(kernel, tensors=second, programs=9, counts=(40, -1.0), strides=(88, 24))
