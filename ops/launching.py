@@ -1,9 +1,9 @@
-"""Launches of Triton kernels that the host calls often, at about half of what Triton's own way costs it.
+"""Launches of Triton kernels that the host calls often, past Triton's own inspection of their arguments.
 
-``kernel[grid](...)`` binds and inspects every argument again at each call (13 us for 11 arguments on the host of an
-H200, some 25 for 35). What it finds out is which compiled variant fits: by the constants, and for the others by dtype,
-by divisibility by 16, and by being 1; on AMD's GPUs also by whether a tensor's memory passes 2 GiB. Here that is asked
-in one tuple, and the variant found before is launched directly.
+``kernel[grid](...)`` binds and inspects every argument again at each call. What it finds out is which compiled variant
+fits: by the constants, and for the others by dtype, by divisibility by 16, and by being 1; on AMD's GPUs also by
+whether a tensor's memory passes 2 GiB. Here that is asked in one tuple, and the variant found before is launched
+directly.
 """
 
 from contextlib import AbstractContextManager, nullcontext

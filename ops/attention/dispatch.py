@@ -47,7 +47,6 @@ def _run(
         raise ArgumentError(f"varlen_attention: scale must be a finite number, got {scale}.")
     if q.shape[0] == 0 or max_seqlen == 0 or cu_seqlens.shape[0] < 2:
         return _without_rows(q, v, cu_seqlens, max_seqlen, with_lse)
-    max_seqlen = min(max_seqlen, q.shape[0])
     if q.is_cuda and q.get_device() != torch.cuda.current_device():
         with torch.cuda.device(q.device):
             return backend.forward(q, k, v, cu_seqlens, max_seqlen, scale, causal, with_lse)
@@ -81,6 +80,9 @@ def _serve(
 ) -> tuple[Tensor, Tensor | None]:
     """The call on the backend by argument, by what is asked for outside of it, or by the choice."""
     traits = _traits(q, v, causal, with_lse)
+    # No sequence is longer than all rows. Cut here, so that who chooses, measures, says that it is ready and runs sees
+    # one length.
+    max_seqlen = min(max_seqlen, q.shape[0])
     arguments = (q, k, v, cu_seqlens, max_seqlen, scale, causal, with_lse)
     origin = ""
     if name is None:

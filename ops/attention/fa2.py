@@ -12,7 +12,6 @@ import torch
 
 from mmgraph.ops.attention import flash_shared, torch_varlen
 from mmgraph.ops.attention.registry import AttentionBackend, Traits
-from mmgraph.ops.attention.zero_tail import triton_package
 from mmgraph.ops.packages import import_package
 
 Tensor = torch.Tensor
@@ -52,16 +51,13 @@ def forward(
     if package is None:
         return torch_varlen.forward(q, k, v, cu_seqlens, max_seqlen, scale, causal, with_lse)
     v_dim = v.shape[2]
-    width = flash_shared.padded_width(q.shape[2], v_dim)
-    q, scale = flash_shared.positive_scale(q, scale)
-    widen = flash_shared.widen
-    cu_seqlens = cu_seqlens.contiguous()
+    q, k, v, cu_seqlens, scale = flash_shared.prepare(q, k, v, cu_seqlens, scale)
     # With a longest length of 1 and grouped heads the kernels take every row for a sequence of its own.
     longest = max(max_seqlen, 2)
     out, lse = package(
-        widen(q, width),
-        widen(k, width),
-        widen(v, width),
+        q,
+        k,
+        v,
         None,  # out
         cu_seqlens,
         cu_seqlens,
@@ -86,10 +82,9 @@ def forward(
 
 def _why_not(traits: Traits) -> str | None:
     reason = flash_shared.why_not_nvidia(traits) or flash_shared.why_not_half(traits)
+    reason = reason or flash_shared.why_not_clear()
     if reason is not None:
         return reason
-    if triton_package() is None:
-        return "it clears the rows behind the last sequence with a Triton kernel, and triton isn't installed"
     if _package() is None and not torch.backends.cuda.is_flash_attention_available():
         return "flash-attn isn't installed and this PyTorch was built without its own copy"
     return None

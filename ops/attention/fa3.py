@@ -15,7 +15,6 @@ import torch
 
 from mmgraph.ops.attention import flash_shared
 from mmgraph.ops.attention.registry import AttentionBackend, Traits
-from mmgraph.ops.attention.zero_tail import triton_package
 from mmgraph.ops.packages import import_package, is_installed
 
 Tensor = torch.Tensor
@@ -98,11 +97,7 @@ def forward(
     if build is None:
         raise RuntimeError("fa3 was called though it isn't installed")
     v_dim = v.shape[2]
-    width = flash_shared.padded_width(q.shape[2], v_dim)
-    q, scale = flash_shared.positive_scale(q, scale)
-    widen = flash_shared.widen
-    cu_seqlens = cu_seqlens.contiguous()
-    q, k, v = widen(q, width), widen(k, width), widen(v, width)
+    q, k, v, cu_seqlens, scale = flash_shared.prepare(q, k, v, cu_seqlens, scale)
     arguments = list(build.defaults)
     values = (
         q,
@@ -144,9 +139,7 @@ def _why_not(traits: Traits) -> str | None:
         for largest, flag in _WIDTHS
     ):
         return f"the installed build ({build.name}) has no kernels for width {width}"
-    if triton_package() is None:
-        return "it clears the rows behind the last sequence with a Triton kernel, and triton isn't installed"
-    return None
+    return flash_shared.why_not_clear()
 
 
 BACKEND = AttentionBackend("fa3", forward, _why_not, supports_gradient=True)

@@ -16,7 +16,6 @@ import torch
 
 from mmgraph.ops.attention import flash_shared
 from mmgraph.ops.attention.registry import AttentionBackend, Traits
-from mmgraph.ops.attention.zero_tail import triton_package
 from mmgraph.ops.errors import DuringCaptureError
 from mmgraph.ops.packages import import_package
 
@@ -70,12 +69,14 @@ def _package() -> Any:
 
 
 def _kind_of(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, with_lse: bool, batch: int, longest: int
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, causal: bool, with_lse: bool
 ) -> tuple[Any, ...]:
     """What the package compiles a kernel for; finer in the lengths than it is, so that no compilation is missed."""
-    group = q.shape[1] // k.shape[1]
-    lengths = batch > _MANY_SEQUENCES, longest * group > 128
-    return (q.device, q.dtype, q.shape[1:], k.shape[1], v.shape[2], causal, with_lse, *lengths)
+    heads, kv_heads = q.shape[1], k.shape[1]
+    width = flash_shared.padded_width(q.shape[2], v.shape[2])
+    many = cu_seqlens.shape[0] - 1 > _MANY_SEQUENCES
+    long = max_seqlen * (heads // kv_heads) > 128
+    return (q.device, q.dtype, heads, kv_heads, width, causal, with_lse, many, long)
 
 
 def ready(
@@ -89,11 +90,7 @@ def ready(
     with_lse: bool,
 ) -> bool:
     """Whether such a call was made before, so that it compiles nothing."""
-    width = flash_shared.padded_width(q.shape[2], v.shape[2])
-    group = q.shape[1] // k.shape[1]
-    lengths = cu_seqlens.shape[0] - 1 > _MANY_SEQUENCES, max_seqlen * group > 128
-    heads = torch.Size((q.shape[1], width))
-    return (q.device, q.dtype, heads, k.shape[1], width, causal, with_lse, *lengths) in _called
+    return _kind_of(q, k, v, cu_seqlens, max_seqlen, causal, with_lse) in _called
 
 
 def forward(
@@ -111,13 +108,9 @@ def forward(
     Raises:
         DuringCaptureError: The call needs a kernel that isn't compiled yet, and a graph is being captured.
     """
+    kind = _kind_of(q, k, v, cu_seqlens, max_seqlen, causal, with_lse)
     v_dim = v.shape[2]
-    width = flash_shared.padded_width(q.shape[2], v_dim)
-    q, scale = flash_shared.positive_scale(q, scale)
-    widen = flash_shared.widen
-    cu_seqlens = cu_seqlens.contiguous()
-    q, k, v = widen(q, width), widen(k, width), widen(v, width)
-    kind = _kind_of(q, k, v, causal, with_lse, cu_seqlens.shape[0] - 1, max_seqlen)
+    q, k, v, cu_seqlens, scale = flash_shared.prepare(q, k, v, cu_seqlens, scale)
     if kind in _called:
         out, lse = _call(q, k, v, cu_seqlens, max_seqlen, scale, causal, with_lse)
     elif torch.cuda.is_current_stream_capturing():
@@ -168,9 +161,7 @@ def _why_not(traits: Traits) -> str | None:
         return f"its kernels for this GPU take widths up to 128, and 256, not {width}"
     if _package() is None:
         return "flash-attn-4 (flash_attn.cute) isn't installed"
-    if triton_package() is None:
-        return "it clears the rows behind the last sequence with a Triton kernel, and triton isn't installed"
-    return None
+    return flash_shared.why_not_clear()
 
 
 BACKEND = AttentionBackend("fa4", forward, _why_not, supports_gradient=True, ready=ready)

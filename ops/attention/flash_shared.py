@@ -13,7 +13,7 @@ import torch
 from torch.nn.attention import current_flash_attention_impl
 
 from mmgraph.ops.attention.registry import Traits
-from mmgraph.ops.attention.zero_tail import close_tail, zero_tail
+from mmgraph.ops.attention.zero_tail import close_tail, triton_package, zero_tail
 from mmgraph.ops.errors import UnusableBackend
 
 Tensor = torch.Tensor
@@ -33,10 +33,8 @@ def widen(tensor: Tensor, width: int) -> Tensor:
         return torch.nn.functional.pad(tensor, (0, width - tensor.shape[2]))
     row, head, column = tensor.stride()
     aligned = column == 1 and head % 8 == 0 and row % 8 == 0 and tensor.data_ptr() % 16 == 0
-    aligned = (
-        aligned and row != 0 and head != 0
-    )  # expanded views: kernels that copy by descriptors may not take them
-    return tensor if aligned else tensor.clone(memory_format=torch.contiguous_format)
+    expanded = row == 0 or head == 0  # kernels that copy by descriptors may not take them
+    return tensor if aligned and not expanded else tensor.clone(memory_format=torch.contiguous_format)
 
 
 def positive_scale(q: Tensor, scale: float) -> tuple[Tensor, float]:
@@ -44,6 +42,15 @@ def positive_scale(q: Tensor, scale: float) -> tuple[Tensor, float]:
     if scale > 0:
         return q, scale
     return (-q, -scale) if scale < 0 else (torch.zeros_like(q), 1.0)
+
+
+def prepare(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor, float]:
+    """q, k, v, offsets and scale as kernels with one width need them; each is itself where it is so already."""
+    width = padded_width(q.shape[2], v.shape[2])
+    q, scale = positive_scale(q, scale)
+    return widen(q, width), widen(k, width), widen(v, width), cu_seqlens.contiguous(), scale
 
 
 def finish(
@@ -98,6 +105,13 @@ def why_not_half(traits: Traits, largest: int = LARGEST_WIDTH) -> str | None:
         return f"it takes bfloat16 and float16, not {traits.dtype}"
     if padded_width(traits.head_dim, traits.v_dim) > largest:
         return f"it takes widths up to {largest}, not {max(traits.head_dim, traits.v_dim)}"
+    return None
+
+
+def why_not_clear() -> str | None:
+    """The reason why ``finish`` can't run, or None."""
+    if triton_package() is None:
+        return "it clears the rows behind the last sequence with a Triton kernel, and triton isn't installed"
     return None
 
 

@@ -8,7 +8,6 @@ import torch
 
 from mmgraph.ops.attention import flash_shared
 from mmgraph.ops.attention.registry import AttentionBackend, Traits
-from mmgraph.ops.attention.zero_tail import triton_package
 
 Tensor = torch.Tensor
 
@@ -26,16 +25,13 @@ def forward(
     """PyTorch's attention per sequence; zeros where no sequence covers. Offsets must be right (see flash_shared)."""
     flash_shared.check_pytorchs_kernels()
     v_dim = v.shape[2]
-    width = flash_shared.padded_width(q.shape[2], v_dim)
-    q, scale = flash_shared.positive_scale(q, scale)
-    widen = flash_shared.widen
-    cu_seqlens = cu_seqlens.contiguous()
+    q, k, v, cu_seqlens, scale = flash_shared.prepare(q, k, v, cu_seqlens, scale)
     # With a longest length of 1 and grouped heads the kernels take every row for a sequence of its own.
     longest = max(max_seqlen, 2)
     out, lse = torch.ops.aten._flash_attention_forward(
-        widen(q, width),
-        widen(k, width),
-        widen(v, width),
+        q,
+        k,
+        v,
         cu_seqlens,
         cu_seqlens,
         longest,
@@ -50,10 +46,9 @@ def forward(
 
 def _why_not(traits: Traits) -> str | None:
     reason = flash_shared.why_not_nvidia(traits) or flash_shared.why_not_half(traits)
+    reason = reason or flash_shared.why_not_clear()
     if reason is not None:
         return reason
-    if triton_package() is None:
-        return "it clears the rows behind the last sequence with a Triton kernel, and triton isn't installed"
     if not torch.backends.cuda.is_flash_attention_available():
         return "this PyTorch was built without FlashAttention"
     return None

@@ -61,3 +61,30 @@ def test_drawn_lengths_are_lengths(pytestconfig):
         assert sum(lengths) == tokens
         assert min(lengths) >= 0
         assert max(lengths) <= tokens / batch * max(ratio, 1) + 1
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--only", "nosuch"], "not usable here: nosuch"),
+        (["--only", "reference", "--out", "missing.json"], "measure all backends first"),
+        (["--out", "real.json"], "has another grid"),
+    ],
+)
+def test_choices_spoil_no_table(options, words, tmp_path, pytestconfig):
+    root = pytestconfig.rootpath
+    real = (root / "ops" / "attention" / "choices" / "sm90.json").read_text()
+    (tmp_path / "real.json").write_text(real)
+    path = os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, str(root / "bench" / "choices.py"), "--smoke", *options],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode != 0
+    assert words in done.stderr
+    assert [one.name for one in tmp_path.iterdir()] == ["real.json"]
+    assert (tmp_path / "real.json").read_text() == real

@@ -438,3 +438,76 @@ def test_errors_say_who_asked():
         pytest.raises(ops.UnusableBackend, match=r"asked for by attention_backend"),
     ):
         ops.varlen_attention(q_of(), q_of(), q_of(), CU, 4)
+
+
+def test_a_longest_length_beyond_all_rows_is_cut_before_anyone_sees_it(monkeypatch):
+    seen = []
+
+    def forward(q, k, v, cu_seqlens, max_seqlen, *rest):
+        seen.append(max_seqlen)
+        return q, None
+
+    record = AttentionBackend("one", forward, lambda traits: None, True)
+    monkeypatch.setattr(dispatch, "rank", lambda *arguments: seen.append(arguments[3]) or [record])
+    monkeypatch.setattr(dispatch.measured, "choose", lambda *arguments: seen.append(arguments[3]) or record)
+    q = q_of()
+    ops.varlen_attention(q, q, q, CU, 10**9)
+    ops.varlen_attention(q, q, q, CU, 10**9, backend="measure")
+    ops.varlen_attention(q, q, q, CU, 5)
+    assert seen == [7, 7, 7, 7, 5, 5]
+
+
+def test_select_backend_says_who_asked():
+    with (
+        ops.attention_backend("fa3"),
+        pytest.raises(ops.UnusableBackend, match="asked for by attention_backend"),
+    ):
+        ops.select_backend(device="cpu")
+    with pytest.raises(ops.UnknownBackend):
+        ops.select_backend(device="cpu", backend="")
+
+
+def test_a_context_inside_what_is_exported_is_an_error():
+    class Inside(torch.nn.Module):
+        def forward(self, q):
+            with ops.attention_backend("reference"):
+                return ops.varlen_attention(q, q, q, CU, 4)
+
+    with torch.no_grad(), pytest.raises(ops.ArgumentError, match="inside what is exported"):
+        torch.export.export(Inside(), (q_of(),), strict=False)
+    assert settings.asked_for()[0] is None
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "",
+        '{"kinds": [{"wid',
+        "{}",
+        "[]",
+        '{"kinds": [{"width": 64, "causal": false, "grouped": false, "axes": [[1, 2], [0], [0]], '
+        '"microseconds": {"fa2": [1.0]}}]}',
+        '{"kinds": [{"width": 64, "causal": false, "grouped": false, "axes": [[1, 1], [0], [0]], '
+        '"microseconds": {"fa2": [1.0, 2.0]}}]}',
+        '{"kinds": [{"width": 64, "causal": false, "grouped": false, "axes": [[1, 2], [0], [0]], '
+        '"microseconds": {"fa2": [1.0, 0.0]}}]}',
+        '{"kinds": [{"width": 64, "causal": false, "grouped": false, "axes": [[1, 2], [0], [0]], '
+        '"microseconds": {"fa2": [1.0, NaN]}}]}',
+    ],
+)
+def test_a_damaged_table_is_named(content, tmp_path, monkeypatch):
+    (tmp_path / "sm77.json").write_text(content)
+    monkeypatch.setattr(choice_table, "FOLDER", tmp_path)
+    with pytest.raises(ops.DataError, match=r"sm77\.json is no table"):
+        choice_table.load(7, 7)
+
+
+def test_a_backend_that_no_order_lists_comes_before_the_reference(gpu):
+    gpu(["reference", "mine", "triton"], grids={})
+    assert [one.name for one in order.rank(GPU, 4096, 4, 1024)] == ["triton", "mine", "reference"]
+
+
+def test_the_reference_serves_the_devices_that_the_ops_are_made_for():
+    for device, usable in (("cpu", True), ("mps", False)):
+        reports = {one.name: one for one in ops.explain_backends(device=device, dtype=torch.float32)}
+        assert reports["reference"].usable == usable

@@ -8,7 +8,7 @@ garbage in the rows that no sequence covers, as the kernels do.
 import pytest
 import torch
 
-from mmgraph.ops import DuringCaptureError
+from mmgraph.ops import DuringCaptureError, UnusableBackend
 from mmgraph.ops.attention import fa2, fa3, fa4, flash_backward, flash_shared, reference, torch_varlen
 
 CU = torch.tensor([0, 9, 3, 9, 3, 9, 8, 9], dtype=torch.int32)[::2]  # entries that aren't adjacent
@@ -221,3 +221,38 @@ def test_fa4_refuses_a_new_kind_of_call_inside_a_capture(seen, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     for new in news:
         call(**new)
+
+
+def test_a_kind_of_fa4_is_known_once_its_call_returned(seen, monkeypatch):
+    q = torch.randn(TOKENS, 2, 16).half()
+    arguments = (q, q, q, CU, LONGEST, 0.25, False, False)
+    working = fa4._package()
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+
+    def fail(*tensors, **options):
+        assert not fa4.ready(*arguments)
+        raise MemoryError
+
+    monkeypatch.setattr(fa4, "_package", lambda: fail)
+    with pytest.raises(MemoryError):
+        fa4.forward(*arguments)
+    assert not fa4.ready(*arguments)
+    monkeypatch.setattr(fa4, "_package", lambda: working)
+    fa4.forward(*arguments)
+    assert fa4.ready(*arguments)
+    assert not fa4.ready(q, q, q, CU, 500, 0.25, False, False)
+    assert not fa4.ready(*arguments[:7], True)
+
+
+@pytest.mark.parametrize("name", ["FA3", "FA4"])
+def test_other_kernels_in_place_of_pytorchs_are_refused(seen, monkeypatch, name):
+    q = torch.randn(TOKENS, 2, 16).half()
+    monkeypatch.setattr(flash_shared, "current_flash_attention_impl", lambda: name)
+    with pytest.raises(UnusableBackend, match=f"switched to {name}"):
+        torch_varlen.forward(q, q, q, CU, LONGEST, 0.25, False, False)
+    with pytest.raises(UnusableBackend, match=f"switched to {name}"):
+        flash_backward.backward(q, q, q, q, q, torch.zeros(2, TOKENS), CU, LONGEST, 0.25, False)
+    assert not seen["scales"]
+    for own in (None, "FA2"):
+        monkeypatch.setattr(flash_shared, "current_flash_attention_impl", lambda own=own: own)
+        torch_varlen.forward(q, q, q, CU, LONGEST, 0.25, False, False)

@@ -126,3 +126,13 @@ def test_an_overhang_is_closed(tails):
     assert kind == "close"
     assert all(one is other for one, other in zip(rest, (q, k, v, cu), strict=False))
     assert rest[4:] == [4, 0.5, True]
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_expanded_views_are_copied(which):
+    shape = [6, 4, 16]
+    shape[which] = 1
+    expanded = torch.randn(shape).half().expand(6, 4, 16)
+    widened = flash_shared.widen(expanded, 16)
+    assert widened.is_contiguous()
+    assert torch.equal(widened, expanded)
