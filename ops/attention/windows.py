@@ -1,6 +1,7 @@
 """Host side of the window kernel: many short sequences, several to a program."""
 
 import math
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -41,6 +42,7 @@ class WindowBlocks(NamedTuple):
     stages: int
 
 
+@lru_cache(maxsize=64)
 def split_width(width: int) -> tuple[int, int]:
     """A width as a power of two and a rest padded to one (at least 16), or as one padded width and 0."""
     whole = max(16, 1 << (width - 1).bit_length())

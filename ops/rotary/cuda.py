@@ -105,6 +105,7 @@ def forward(qkv: Tensor, rotation: Rotation, q: Tensor, k: Tensor, v: Tensor | N
                 _common(cos.stride(0), sin.stride(0)),
             ),
             num_warps=warps,
+            fuse=False,  # the same numbers with v copied or not, in place or not
         )
 
 
@@ -157,6 +158,7 @@ def backward(
                 _common(cos.stride(0), sin.stride(0)),
             ),
             num_warps=warps,
+            fuse=False,
         )
     if not summing:
         return None, None

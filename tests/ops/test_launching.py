@@ -17,26 +17,46 @@ EDGES = (0, 1, 2, 8, 15, 16, 17, 32, 72, 2**31 - 16, 2**31 - 1, 2**31, 2**31 + 1
 class Kernel:
     """Plays a kernel: it compiles a new variant at each call of its own, and notes every launch."""
 
-    def __init__(self, interpreted=False):
+    def __init__(self, interpreted=False, variant=None):
         self.interpreted = interpreted
+        self.variant = variant or Variant
         self.compiled = []
         self.launched = []
 
     def __getitem__(self, grid):
         def call(*arguments, **options):
             self.compiled.append((grid, arguments, options))
-            return None if self.interpreted else Variant(self, len(self.compiled) - 1)
+            return None if self.interpreted else self.variant(self, len(self.compiled) - 1)
 
         return call
 
 
 class Variant:
+    """Plays a compiled variant of Triton 3.7 and newer; in 3.6 the launcher's names end with ``function``."""
+
+    function, packed_metadata = "function", "metadata"
+
     def __init__(self, kernel, number):
         self.kernel = kernel
         self.number = number
 
     def __getitem__(self, grid):
         return lambda *arguments, stream: self.kernel.launched.append((self.number, grid, arguments, stream))
+
+    def run(
+        self, gridX, gridY, gridZ, stream, function, kernel_metadata, launch_metadata, launch_enter_hook,
+        launch_exit_hook, *args,
+    ):  # fmt: skip
+        assert (function, kernel_metadata) == ("function", "metadata")
+        assert launch_metadata is launch_enter_hook is launch_exit_hook is None
+        self.kernel.launched.append((self.number, (gridX, gridY, gridZ), args, stream))
+
+
+class StrangeVariant(Variant):
+    """Of a release whose launcher isn't known."""
+
+    def run(self, grid, stream, *args):
+        raise AssertionError
 
 
 class Memory:
@@ -86,7 +106,69 @@ def test_a_second_call_of_a_kind_launches_the_kept_variant():
     # Another number of programs, counts, addresses and strides of the same kind.
     call(kernel, tensors=second, programs=9, counts=(40, -1.0), strides=(88, 24))
     assert len(kernel.compiled) == 1
-    assert kernel.launched == [(0, (9, 1, 1), (*second, 40, -1.0, 88, 24, 64, True), 70)]
+    assert kernel.launched == [(0, (9, 1, 1), (8192, 4096 + 16, 40, -1.0, 88, 24, 64, True), 70)]
+
+
+def launched_in_tritons_own_way(kernel):
+    """Whether launches hand tensors over, and not their addresses."""
+    own = {isinstance(one[2][0], Memory) for one in kernel.launched}
+    assert len(own) == 1
+    return own.pop()
+
+
+def test_a_profilers_hooks_see_launches():
+    from triton import knobs
+
+    def hook(*arguments):
+        pass
+
+    for chain in (knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook):
+        kernel = Kernel()
+        call(kernel)
+        chain.add(hook)
+        try:
+            call(kernel)
+        finally:
+            chain.remove(hook)
+        assert launched_in_tritons_own_way(kernel)
+        kernel.launched.clear()
+        call(kernel)
+        assert not launched_in_tritons_own_way(kernel)
+
+
+def test_launchers_that_are_not_known_are_left_to_triton(monkeypatch):
+    strange = Kernel(variant=StrangeVariant)
+    on_amd = Kernel()
+    call(strange)
+    call(strange)
+    monkeypatch.setattr(launching, "_ON_AMD", True)
+    call(on_amd)
+    call(on_amd)
+    assert launched_in_tritons_own_way(strange)
+    assert launched_in_tritons_own_way(on_amd)
+
+
+def test_tritons_own_launcher_is_known():
+    import inspect
+
+    from triton.backends.nvidia.driver import CudaLauncher
+
+    names = tuple(
+        name for name in inspect.signature(CudaLauncher.__call__).parameters if name not in ("self", "args")
+    )
+    assert names in (launching._FIRST, launching._FIRST + launching._SECOND)
+
+
+def test_fusing_and_registers_are_options_and_kinds_of_their_own():
+    kernel = Kernel()
+    for _ in range(2):
+        call(kernel, fuse=False)
+        call(kernel, registers=128)
+        call(kernel)
+    options = [one[2] for one in kernel.compiled]
+    assert [one["enable_fp_fusion"] for one in options] == [False, True, True]
+    assert [one.get("maxnreg") for one in options] == [None, 128, None]
+    assert [one[0] for one in kernel.launched] == [0, 1, 2]
 
 
 def test_the_current_stream_is_asked_for_at_each_launch(monkeypatch):
