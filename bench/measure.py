@@ -56,6 +56,22 @@ def device_ms(call: Callable[[], Any], device: torch.device, repeat_ms: int = 60
     return statistics.median(times) * 1e3
 
 
+def graph_ms(call: Callable[[], Any], device: torch.device, repeat_ms: int = 60) -> float:
+    """As ``device_ms``; on a GPU that of the call's captured graph, so that a short kernel doesn't wait for the host.
+
+    A backward runs on the stream that its forward ran on: make both on one that isn't the default stream.
+    """
+    if device.type != "cuda":
+        return device_ms(call, device, repeat_ms)
+    call()
+    torch.cuda.synchronize(device)
+    current = torch.cuda.current_stream(device)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=None if current == torch.cuda.default_stream(device) else current):
+        call()
+    return device_ms(graph.replay, device, repeat_ms)
+
+
 def host_us(call: Callable[[], Any], device: torch.device, calls: int = 200) -> float:
     """Median host time of a call in us: what it takes to enqueue it, in batches that the device's queue can hold."""
     times = []

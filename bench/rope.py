@@ -1,9 +1,10 @@
 """How near are rotary positions to the speed of a plain copy, and how do PyTorch's own ways compare?
 
-bfloat16, half-width float32 tables; L2 is cleared before each run. Eager is the usual formula in float32 on a split
-projection (with full-width tables, as that formula wants them), compiled is the same under torch.compile. The copy
-limit is a device copy of as many bytes as q, k and the tables; of the backward, of the whole packed gradient. Each
-way's error is the largest difference from the formula in float64, beside its time.
+bfloat16, half-width float32 tables. Times are those of a captured graph's replay, since most of these calls are
+shorter than what it takes the host to make them; L2 is cleared before each run. Eager is the usual formula in
+float32 on a split projection (with full-width tables, as that formula wants them), compiled is the same under
+torch.compile. The copy limit is a device copy of as many bytes as q, k and the tables; of the backward, of the whole
+packed gradient. Each way's error is the largest difference from the formula in float64, beside its time.
 
     python bench/rope.py [--out results.json] [--smoke] [--sweep]
 """
@@ -17,7 +18,7 @@ from typing import Any
 
 import torch
 import torch._functorch.config
-from measure import device_ms, environment, host_us, show, write
+from measure import environment, graph_ms, host_us, show, write
 
 from mmgraph import ops
 from mmgraph.ops.rotary import cuda as launches
@@ -116,7 +117,7 @@ class Case:
 def copy_ms(elements: int, table_bytes: int, device: torch.device) -> float:
     """A copy of bfloat16 elements, and half a copy of the tables' bytes, which are read and not written."""
     source = torch.empty(elements * 2 + table_bytes // 2, dtype=torch.uint8, device=device)
-    return device_ms(functools.partial(torch.empty_like(source).copy_, source), device)
+    return graph_ms(functools.partial(torch.empty_like(source).copy_, source), device)
 
 
 def error(got: Tensors, expected: Tensors) -> float:
@@ -152,7 +153,7 @@ def measure(case: Case, device: torch.device, norms: bool, compile: bool) -> dic
             row[f"{name} error"] = row[f"{name} ms"] = None
             continue
         row[f"{name} error"] = error(call(), expected)  # in place: the first call, on the values as they were
-        row[f"{name} ms"] = device_ms(call, device)
+        row[f"{name} ms"] = graph_ms(call, device)
     tables = sum(table.numel() * table.element_size() for table in case.half)
     row["copy limit ms"] = copy_ms(shape.tokens * shape.rotated, tables, device)
     row["mmgraph / copy"] = row["mmgraph ms"] / row["copy limit ms"]
@@ -190,7 +191,7 @@ def measure_backward(case: Case, device: torch.device, norms: bool, compile: boo
         call = gradient(outs)
         # The weights' gradients are sums over all rows and heads; their size says nothing about the packed one's.
         row[f"{name} error"] = error(call()[:1], expected[:1])
-        row[f"{name} ms"] = device_ms(call, device)
+        row[f"{name} ms"] = graph_ms(call, device)
     tables = sum(table.numel() * table.element_size() for table in case.half)
     more = shape.tokens * shape.rotated if norms else 0
     row["copy limit ms"] = copy_ms(shape.tokens * shape.columns, tables + 2 * more, device)
@@ -210,7 +211,7 @@ def sweep(case: Case, device: torch.device) -> dict[str, Any]:
         for block in (4, 8, 16, 32):
             for warps in (1, 2, 4, 8):
                 launches._shape = functools.partial(_fixed, (block, warps))
-                row[f"{block}/{warps}"] = device_ms(call, device, 30)
+                row[f"{block}/{warps}"] = graph_ms(call, device, 30)
     finally:
         launches._shape = committed
     return row
@@ -246,6 +247,8 @@ def main() -> None:
         "rows": [],
         "backward": [],
     }
+    if device.type == "cuda":
+        torch.cuda.set_stream(torch.cuda.Stream(device))  # a backward is captured on its forward's stream
     swept = []
     shapes = tuple(Shape(tokens, *model) for model in MODELS for tokens in options.tokens)
     for shape in SMOKE if options.smoke else shapes:

@@ -21,7 +21,17 @@ from mmgraph.ops.attention.registry import Traits
 from mmgraph.ops.attention.windows import WindowBlocks
 from mmgraph.ops.attention.zero_tail import close_tail
 
-PARTS = ("assembly", "rotary", "triton", "windows", "tails", "fa2", "flashinfer_cudnn", "backward")
+PARTS = (
+    "assembly",
+    "rotary",
+    "triton",
+    "windows",
+    "full_windows",
+    "tails",
+    "fa2",
+    "flashinfer_cudnn",
+    "backward",
+)
 # The committed forms of the window kernel, by whether a width is cut in two, and others.
 WHOLE_FORMS = (
     None,
@@ -89,6 +99,27 @@ def short_sequences(width: int, v_width: int, dtype: torch.dtype, causal: bool) 
         out, lse = windows.forward(q, k, v, cu, max(lengths), 0.3, causal, True, aligned, blocks)
         if lse is None or bool(lse.isnan().any() | out[max(lengths) + 5 :].isnan().any()):
             raise SystemExit("a sequence's NaN reached another one's rows")
+
+
+def full_windows(width: int, v_width: int, causal: bool) -> None:
+    """Windows with a program per sequence and head, with wrong offsets too."""
+    for lengths, tail in (([64] * 5, 0), ([64] * 3, 300), ([1, 64, 0, 63, 64, 64], 7)):
+        tokens, cu = sum(lengths) + tail, offsets(lengths)
+        q, k, v = projection(tokens, 4, 2, width, v_width, torch.bfloat16)
+        if tail:
+            v[-tail:] = float("nan")
+        if not windows.takes_full_windows(q, v, len(lengths), True):
+            raise SystemExit("another kernel would take these windows")
+        out, lse = windows.forward(q, k, v, cu, 64, 0.3, causal, True, True)
+        if lse is None or bool(lse.isnan().any() | out.isnan().any()):
+            raise SystemExit("rows that no sequence covers reached others")
+        wrong = torch.tensor([3, -5, 2**31 - 1, tokens - 2], dtype=torch.int32, device="cuda")
+        windows.forward(q, k, v, wrong, 64, 0.3, causal, False, True)
+    try:
+        ops.check_errors()
+    except ops.DeviceError:
+        return
+    raise SystemExit("wrong offsets were not recorded")
 
 
 def tails(width: int, v_width: int, causal: bool) -> None:
@@ -201,6 +232,12 @@ def main() -> None:
                 (False, True),
             ):
                 short_sequences(*widths, dtype, causal)
+            continue
+        if part == "full_windows":
+            for widths, causal in itertools.product(
+                ((8, 8), (16, 16), (72, 72), (80, 40), (64, 128), (256, 256)), (False, True)
+            ):
+                full_windows(*widths, causal)
             continue
         if part == "tails":
             for widths, causal in itertools.product(

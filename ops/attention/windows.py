@@ -1,4 +1,4 @@
-"""Host side of the window kernel: many short sequences, several to a program."""
+"""Host side of the window kernels: many short sequences, several to a program or one head of one sequence to each."""
 
 import math
 from functools import lru_cache
@@ -8,6 +8,7 @@ import torch
 
 from mmgraph.ops.error_flag import Fault, flag_for
 from mmgraph.ops.launching import ROOMY_SHARED_BYTES, launch, shared_bytes
+from mmgraph.ops.packages import knows_gluon
 from mmgraph.ops.registration import kernel_module
 
 Tensor = torch.Tensor
@@ -19,7 +20,11 @@ _PROBES = 256
 _CHUNK = 16
 # Rows that a sequence has at least, in the mean, for having a program of its own.
 _FULL = 40
+# Of the kernel that has a whole window's head to a program: warps, and registers of a thread.
+_WARPS = 4
+_REGISTERS = 128
 _LOG2_E = math.log2(math.e)
+_FAULT = int(Fault.ATTENTION_OFFSETS)
 
 
 class WindowBlocks(NamedTuple):
@@ -76,6 +81,27 @@ def window_blocks(
     return WindowBlocks(64, packed, 1, 4, 2, 1 if scarce else 2)
 
 
+def full_window_bytes(width: int, v_width: int) -> int:
+    """Shared memory of a program that has one head of one whole window in half precision."""
+    return 2 * LONGEST * (2 * sum(split_width(width)) + sum(split_width(v_width)))
+
+
+def takes_full_windows(q: Tensor, v: Tensor, batch: int, aligned: bool) -> bool:
+    """Whether the call is for the kernel with a program per sequence and head.
+
+    That is one in half precision whose sequences fill most of a block each, on a GPU that has room for it, with a
+    release of Triton that the kernel was tried with.
+    """
+    return (
+        aligned
+        and q.is_cuda
+        and q.element_size() == 2
+        and q.shape[0] >= _FULL * batch
+        and full_window_bytes(q.shape[2], v.shape[2]) <= shared_bytes(q.device)
+        and knows_gluon()
+    )
+
+
 def forward(
     q: Tensor,
     k: Tensor,
@@ -91,13 +117,76 @@ def forward(
     """Attention per sequence; zeros, and minus infinity in the log-sum-exps, where no sequence covers.
 
     q, k and v have adjacent columns, ``cu_seqlens`` adjacent entries; ``aligned`` says that their rows start at
-    multiples of 16 bytes. ``blocks`` overrides the table, for measurements.
+    multiples of 16 bytes. ``blocks`` overrides the choice of a kernel and the table, for measurements.
     """
+    tokens, heads, _ = q.shape
+    batch = cu_seqlens.shape[0] - 1
+    out = q.new_empty((tokens, heads, v.shape[2]))
+    lse = q.new_empty((heads, tokens), dtype=torch.float32) if with_lse else None
+    if blocks is None and takes_full_windows(q, v, batch, aligned):
+        _forward_full(q, k, v, out, lse, cu_seqlens, max_seqlen, scale, causal)
+    else:
+        _forward_blocks(q, k, v, out, lse, cu_seqlens, max_seqlen, scale, causal, aligned, blocks)
+    return out, lse
+
+
+def _forward_full(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor | None,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    scale: float,
+    causal: bool,
+    registers: int | None = _REGISTERS,
+) -> None:
     tokens, heads, head_dim = q.shape
     kv_heads, v_dim = v.shape[1], v.shape[2]
     batch = cu_seqlens.shape[0] - 1
-    out = q.new_empty((tokens, heads, v_dim))
-    lse = q.new_empty((heads, tokens), dtype=torch.float32) if with_lse else None
+    launch(
+        kernel_module("attention.full_window_kernels").full_window_kernel,
+        (batch + 1) * heads,
+        (q, k, v, out, out if lse is None else lse, cu_seqlens, flag_for(q.device)),
+        (tokens, batch, max_seqlen, scale * _LOG2_E),
+        (*q.stride()[:2], *k.stride()[:2], *v.stride()[:2]),
+        (
+            heads,
+            heads // kv_heads,
+            head_dim,
+            *split_width(head_dim),
+            v_dim,
+            *split_width(v_dim),
+            LONGEST,
+            causal,
+            lse is not None,
+            scale <= 0,
+            _WARPS,
+            _FAULT,
+        ),
+        num_warps=_WARPS,
+        num_stages=1,
+        registers=registers,
+    )
+
+
+def _forward_blocks(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor | None,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    scale: float,
+    causal: bool,
+    aligned: bool,
+    blocks: WindowBlocks | None,
+) -> None:
+    tokens, heads, head_dim = q.shape
+    kv_heads, v_dim = v.shape[1], v.shape[2]
+    batch = cu_seqlens.shape[0] - 1
     if blocks is None:
         shared = shared_bytes(q.device)
         blocks = window_blocks(q.element_size(), head_dim, v_dim, tokens, batch, heads, shared)
@@ -126,13 +215,12 @@ def forward(
             _PROBES,
             _CHUNK,
             causal,
-            with_lse,
+            lse is not None,
             aligned,
             scale <= 0,
             "ieee" if q.dtype == torch.float32 else "tf32",
-            int(Fault.ATTENTION_OFFSETS),
+            _FAULT,
         ),
         num_warps=blocks.warps,
         num_stages=1,
     )
-    return out, lse

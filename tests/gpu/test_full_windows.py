@@ -1,0 +1,208 @@
+"""Invariant: the kernel with a program per window and head gives what dense float64 attention gives, whatever the
+lengths, the tail, the layout and the flags; nothing outside a sequence reaches it; a graph replays new boundaries."""
+
+import itertools
+import random
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from mmgraph import ops
+from mmgraph.ops.attention import windows
+
+pytestmark = pytest.mark.cuda
+
+
+@pytest.fixture(autouse=True)
+def nothing_recorded():
+    ops.prepare_device("cuda")
+    yield
+    ops.check_errors()
+
+
+def offsets(lengths):
+    return torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device="cuda")
+
+
+def projection(tokens, heads, kv_heads, width, v_width, dtype, seed):
+    """q, k and v as views of one packed buffer."""
+    g = torch.Generator(device="cuda").manual_seed(seed)
+    sizes = [heads * width, kv_heads * width, kv_heads * v_width]
+    packed = torch.randn(tokens, sum(sizes), generator=g, device="cuda").to(dtype)
+    parts = zip(packed.split(sizes, 1), (width, width, v_width), strict=True)
+    return [x.unflatten(1, (-1, w)) for x, w in parts]
+
+
+def exact(q, k, v, lengths, scale, causal):
+    """Output and log-sum-exps in float64, sequence by sequence."""
+    group = q.shape[1] // k.shape[1]
+    q, k, v = (x.double() for x in (q, k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)))
+    out = q.new_zeros(q.shape[0], q.shape[1], v.shape[2])
+    lse = q.new_full((q.shape[1], q.shape[0]), float("-inf"))
+    first = 0
+    for length in lengths:
+        rows = slice(first, first + length)
+        scores = torch.einsum("qhd,khd->hqk", q[rows], k[rows]) * scale
+        if causal:
+            scores = scores.masked_fill(torch.ones_like(scores[0]).triu(1).bool(), float("-inf"))
+        out[rows] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v[rows])
+        lse[:, rows] = scores.logsumexp(-1)
+        first += length
+    return out, lse
+
+
+def run(q, k, v, cu, scale, causal, with_lse=True):
+    assert windows.takes_full_windows(q, v, cu.shape[0] - 1, True)
+    return windows.forward(q, k, v, cu, 64, scale, causal, with_lse, True)
+
+
+def assert_right(got, q, k, v, lengths, scale, causal):
+    out, lse = got
+    covered = sum(lengths)
+    expected, sums = exact(q[:covered], k[:covered], v[:covered], lengths, scale, causal)
+    assert torch.equal(out[covered:], torch.zeros_like(out[covered:]))
+    assert bool((lse[:, covered:] == float("-inf")).all())
+    # Weights and outputs are each rounded to the dtype once.
+    eps = torch.finfo(out.dtype).eps
+    assert float((out[:covered] - expected).abs().max()) <= 2 * eps * float(v[:covered].abs().max())
+    torch.testing.assert_close(lse[:, :covered].double(), sums, atol=1e-4, rtol=1e-5)
+
+
+# heads, kv_heads, width, v_width, dtype, causal, sign of the scale
+FORMS = [
+    (16, 16, 80, 80, torch.bfloat16, False, 1),
+    (4, 1, 72, 72, torch.float16, True, 1),
+    (6, 3, 64, 128, torch.bfloat16, False, -1),
+    (3, 3, 8, 40, torch.float16, False, 1),
+    (2, 1, 256, 256, torch.bfloat16, True, 1),
+    (5, 5, 160, 16, torch.bfloat16, True, 0),
+]
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+@settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    lengths=st.lists(st.integers(48, 64) | st.sampled_from((64, 63, 16, 1, 0)), min_size=1, max_size=40),
+    tail=st.integers(0, 300),
+    seed=st.integers(0, 2**31),
+)
+def test_equals_dense_attention(form, lengths, tail, seed):
+    heads, kv_heads, width, v_width, dtype, causal, sign = form
+    covered = sum(lengths)
+    tail = max(tail, 40 * len(lengths) - covered)
+    q, k, v = projection(covered + tail, heads, kv_heads, width, v_width, dtype, seed)
+    for x in (q, k, v):
+        x[covered:] = float("nan")
+    scale = sign * width**-0.5
+    got = run(q, k, v, offsets(lengths), scale, causal)
+    assert_right(got, q, k, v, lengths, scale, causal)
+    without = run(q, k, v, offsets(lengths), scale, causal, with_lse=False)
+    assert without[1] is None
+    assert torch.equal(without[0], got[0])
+
+
+@pytest.mark.parametrize("width", range(8, 257, 8))
+def test_every_width(width):
+    lengths = [64, 64, 17, 64, 64]
+    q, k, v = projection(sum(lengths) + 70, 3, 1, width, width, torch.bfloat16, width)
+    assert_right(run(q, k, v, offsets(lengths), 0.2, False), q, k, v, lengths, 0.2, False)
+
+
+def test_layouts_are_taken_as_they_are():
+    """Contiguous tensors, views with gaps, heads in front of rows, and a repeated head."""
+    lengths = [64, 50, 64]
+    tokens = sum(lengths)
+    q, k, v = projection(tokens, 4, 4, 80, 80, torch.bfloat16, 1)
+    expected = run(q, k, v, offsets(lengths), 0.1, False)
+    gaps = [torch.nn.functional.pad(x, (0, 16))[..., :80] for x in (q, k, v)]
+    heads_first = [x.transpose(0, 1).contiguous().transpose(0, 1) for x in (q, k, v)]
+    for form in ([x.contiguous() for x in (q, k, v)], gaps, heads_first):
+        for a, b in zip(run(*form, offsets(lengths), 0.1, False), expected, strict=True):
+            assert torch.equal(a, b)
+    one = k[:, :1].expand(-1, 4, -1)
+    got = run(q, one, one, offsets(lengths), 0.1, False)
+    for a, b in zip(got, run(q, one.contiguous(), one.contiguous(), offsets(lengths), 0.1, False), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_what_is_not_a_number_stays_in_its_sequence(bad):
+    lengths = [64, 40, 64, 1, 64]
+    q, k, v = projection(sum(lengths), 4, 4, 80, 80, torch.bfloat16, 2)
+    clean = run(q, k, v, offsets(lengths), 0.1, False)
+    rows = slice(64, 104)
+    for x in (q, k, v):
+        x[rows] = bad
+    got = run(q, k, v, offsets(lengths), 0.1, False)
+    assert not got[0][rows].isfinite().any()
+    for a, b in ((got[0], clean[0]), (got[1].T, clean[1].T)):
+        assert torch.equal(a[:64], b[:64])
+        assert torch.equal(a[104:], b[104:])
+
+
+def test_a_graph_replays_new_values_and_boundaries_in_a_poisoned_pool():
+    batch, tokens = 20, 20 * 64
+    q, k, v = projection(tokens, 4, 2, 72, 72, torch.bfloat16, 3)
+    cu = offsets([64] * batch)
+    run(q, k, v, cu, 0.1, False)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        poison = torch.full((tokens * 4 * 72 * 2,), float("nan"), device="cuda")
+        del poison
+        got = run(q, k, v, cu, 0.1, False)
+    for seed in range(4):
+        draw = random.Random(seed)
+        lengths = [draw.choice((64, 64, 63, 5, 0)) for _ in range(batch)]
+        new = projection(tokens, 4, 2, 72, 72, torch.bfloat16, 10 + seed)
+        for x, y in zip((q, k, v), new, strict=True):
+            x.copy_(y)
+        cu.copy_(offsets(lengths))
+        graph.replay()
+        assert_right(got, q, k, v, lengths, 0.1, False)
+
+
+WRONG = (
+    [3, 64, 128, 192],
+    [0, 70, 128, 192],
+    [0, 128, 64, 192],
+    [0, 64, 128, 400],
+    [-7, 64, 128, 192],
+    [0, 64, 2**31 - 1, 5],
+)
+
+
+@pytest.mark.parametrize("wrong", WRONG, ids=str)
+def test_wrong_offsets_are_recorded_and_stay_inside(wrong):
+    """The tensors lie inside a larger room whose other rows must keep what they hold."""
+    room = torch.full((900, 3, 4, 80), 7.0, device="cuda").bfloat16()
+    q, k, v = room[300:500].unbind(1)
+    cu = torch.tensor(wrong, dtype=torch.int32, device="cuda")
+    run(q, k, v, cu, 0.1, False)
+    with pytest.raises(ops.DeviceError, match="cu_seqlens"):
+        ops.check_errors()
+    assert bool((room == 7).all())
+
+
+def test_calls_that_it_is_not_for_go_to_the_other_kernel():
+    q, _, v = projection(640, 4, 4, 80, 80, torch.bfloat16, 4)
+    assert windows.takes_full_windows(q, v, 10, True)
+    assert windows.takes_full_windows(q, v, 16, True)
+    assert not windows.takes_full_windows(q, v, 17, True)
+    assert not windows.takes_full_windows(q, v, 10, False)
+    assert not windows.takes_full_windows(q.float(), v.float(), 10, True)
+    narrow = torch.randn(128, 3, 4, 37, device="cuda").bfloat16().unbind(1)  # rows of no multiple of 16 bytes
+    got = ops.varlen_attention(*narrow, offsets([64, 64]), 64, backend="triton")
+    expected, _ = exact(*narrow, [64, 64], 37**-0.5, False)
+    assert float((got - expected).abs().max()) <= 0.02
+
+
+def test_both_kernels_agree():
+    lengths = [64, 64, 30, 64, 7, 64, 64]
+    q, k, v = projection(sum(lengths) + 100, 8, 2, 80, 80, torch.bfloat16, 5)
+    got = run(q, k, v, offsets(lengths), 0.1, True)
+    blocks = windows.WindowBlocks(64, False, 2, 2, 3, 3)
+    other = windows.forward(q, k, v, offsets(lengths), 64, 0.1, True, True, True, blocks)
+    for a, b in zip(got, other, strict=True):
+        torch.testing.assert_close(a, b, atol=2e-2, rtol=1e-2)
