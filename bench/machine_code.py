@@ -124,6 +124,29 @@ def window(
     return Variant(("window_kernels", "window_kernel"), about, constants, blocks.warps, 1)
 
 
+def full_window(width: int, v_width: int, heads: int, group: int, causal: bool, with_lse: bool) -> Variant:
+    first, rest = split_width(width)
+    v_first, v_rest = split_width(v_width)
+    constants = {
+        "HEADS": heads,
+        "GROUP": group,
+        "D": width,
+        "D1": first,
+        "D2": rest,
+        "DV": v_width,
+        "DV1": v_first,
+        "DV2": v_rest,
+        "BLOCK": windows.LONGEST,
+        "CAUSAL": causal,
+        "WITH_LSE": with_lse,
+        "SCALE_FIRST": False,
+        "WARPS": windows._WARPS,
+        "FAULT": 0,
+    }
+    about = f"widths {width}, {v_width}; {heads} heads in groups of {group}; causal {causal}, lse {with_lse}"
+    return Variant(("full_window_kernels", "full_window_kernel"), about, constants, windows._WARPS, 1)
+
+
 def tail(width: int, v_width: int, heads: int, group: int, causal: bool) -> Variant:
     constants = {
         "PARTS": 8,
@@ -171,11 +194,18 @@ def variants(every: bool) -> list[Variant]:
             WINDOW_WIDTHS, groups, flags if every else flags[:1], (64, 1024)
         )
     ]
+    of_full_windows = [
+        full_window(width, v_width, heads, group, causal, with_lse)
+        for (width, v_width), (heads, group), (causal, with_lse) in itertools.product(
+            WINDOW_WIDTHS, groups, flags if every else flags[:1]
+        )
+        if width % 8 == v_width % 8 == 0
+    ]
     of_tails = [
         tail(*pair, *heads, causal)
         for pair, heads, causal in itertools.product(TAIL_WIDTHS, groups, (False, True) if every else (False,))
     ]
-    return of_attention + of_windows + of_tails
+    return of_attention + of_windows + of_full_windows + of_tails
 
 
 def wrong_descriptors(listing: str) -> list[str]:
@@ -210,10 +240,12 @@ def _is_zero(register: str, before: list[re.Match[str]]) -> bool:
     return True
 
 
-def disassemble(variant: Variant) -> str:
+def compile_for(variant: Variant, capability: int) -> Any:
+    """The variant, compiled for a compute capability (90 is 9.0), with bfloat16 tensors in aligned memory."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
+    from triton.experimental.gluon._runtime import GluonASTSource
 
     module, name = variant.kernel
     kernel = getattr(importlib.import_module(f"mmgraph.ops.attention.{module}"), name)
@@ -231,11 +263,17 @@ def disassemble(variant: Variant) -> str:
         for place, name in enumerate(names)
         if name.endswith("_ptr") or (name.endswith("stride") and constants["D"] % 8 == constants["DV"] % 8 == 0)
     }
-    source = ASTSource(
+    source = (GluonASTSource if kernel.is_gluon() else ASTSource)(
         kernel, signature, {(names.index(n),): value for n, value in constants.items()}, divisible
     )
     options = {"num_warps": variant.warps, "num_stages": variant.stages}
-    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+
+
+def disassemble(variant: Variant) -> str:
+    import triton
+
+    made = compile_for(variant, 90)
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(made.asm["cubin"])

@@ -204,7 +204,7 @@ def sweep(case: Case, device: torch.device) -> dict[str, Any]:
     committed = launches._shape
     row: dict[str, Any] = {
         "shape": str(case.shape),
-        "committed": str(committed(case.shape.heads, case.shape.width // 2)),
+        "committed": str(committed(case.shape.heads, case.shape.width // 2, launches._FORWARD_PER_WARP)),
     }
     call = functools.partial(ops.packed_qkv_rope, case.qkv, *case.half, *case.shape.counts())
     try:
@@ -217,7 +217,7 @@ def sweep(case: Case, device: torch.device) -> dict[str, Any]:
     return row
 
 
-def _fixed(shape: tuple[int, int], heads: int, half: int) -> tuple[int, int]:
+def _fixed(shape: tuple[int, int], heads: int, half: int, per_warp: int) -> tuple[int, int]:
     return shape
 
 

@@ -91,9 +91,6 @@ def launch(
     constants: tuple[Any, ...],
     num_warps: int,
     num_stages: int = 3,
-    *,
-    fuse: bool = True,
-    registers: int | None = None,
 ) -> None:
     """Launch a kernel on the current stream of the tensors' device, which is the current one.
 
@@ -106,9 +103,6 @@ def launch(
         constants: Compile-time constants.
         num_warps: Warps of a program.
         num_stages: Stages of pipelined loops.
-        fuse: Whether a product and a sum may be rounded once. Which ones are differs from variant to variant, so that
-            their results may differ in the last bit.
-        registers: The most that a thread may have; None leaves it to the compiler.
 
     Raises:
         DuringCaptureError: The variant that fits isn't compiled yet, and a graph is being captured.
@@ -121,24 +115,20 @@ def launch(
         constants,
         num_warps,
         num_stages,
-        fuse,
-        registers,
         tuple([x.dtype for x in tensors]),
         tuple([x % 16 == 0 for x in addresses]),
         _kinds(strides),
         tuple([x.untyped_storage().nbytes() > _LARGEST for x in tensors]) if _ON_AMD else (),
     )
+    rest = (*counts, *strides, *constants)
     kept = _variants.get(key)
     if kept is not None:
         stream = torch._C._cuda_getCurrentRawStream(device)
         variant, run, function, metadata, knobs = kept
         if run is None or _is_hooked(knobs):
-            variant[(programs, 1, 1)](*tensors, *counts, *strides, *constants, stream=stream)
+            variant[(programs, 1, 1)](*tensors, *rest, stream=stream)
         else:
-            run(
-                programs, 1, 1, stream, function, metadata, None, None, None,
-                *addresses, *counts, *strides, *constants,
-            )  # fmt: skip
+            run(programs, 1, 1, stream, function, metadata, None, None, None, *addresses, *rest)
         return
     if device >= 0 and torch.cuda.is_current_stream_capturing():
         raise DuringCaptureError(
@@ -146,17 +136,9 @@ def launch(
             "can't happen "
             "while a graph is being captured. Run the function once on these shapes and layouts before capturing it."
         )
-    options: dict[str, Any] = {} if registers is None else {"maxnreg": registers}
-    # Fusing is said, because Triton 3.10 changes its default.
+    # Said, because Triton 3.10 changes the default of fusing a product and a sum.
     variant = kernel[(programs,)](
-        *tensors,
-        *counts,
-        *strides,
-        *constants,
-        num_warps=num_warps,
-        num_stages=num_stages,
-        enable_fp_fusion=fuse,
-        **options,
+        *tensors, *rest, num_warps=num_warps, num_stages=num_stages, enable_fp_fusion=True
     )
     if variant is not None:  # the interpreter has none
         _variants[key] = _keep(variant)

@@ -1,9 +1,7 @@
 """Optional packages: whether one is installed, found out without importing anything, and its import."""
 
-import re
 import sys
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 from importlib.machinery import ModuleSpec, PathFinder
 from typing import Any
 
@@ -59,19 +57,3 @@ def import_package(name: str, load: Callable[[], Any]) -> Any:
             f"{name} is installed but can't be imported ({type(error).__name__}: {error}); reinstall it for this torch "
             "or uninstall it."
         ) from error
-
-
-# Releases of Triton, first and last, whose Gluon takes our kernels. It is experimental there: others may differ.
-_GLUON = ((3, 6), (3, 9))
-
-
-@lru_cache(maxsize=1)
-def knows_gluon() -> bool:
-    """Whether triton, which is installed, is of such a release and runs on NVIDIA's GPUs."""
-    import torch
-    import triton
-
-    found = re.match(r"(\d+)\.(\d+)", triton.__version__)
-    if found is None or torch.version.hip is not None:
-        return False
-    return _GLUON[0] <= (int(found[1]), int(found[2])) <= _GLUON[1]

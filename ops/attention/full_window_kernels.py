@@ -18,6 +18,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
 from mmgraph.ops.attention.triton_kernels import _check_sequence, _load_offset
+from mmgraph.ops.compat import gluon_async_load
+
+_load_async = gluon_async_load()
 
 
 @gluon.constexpr_function
@@ -43,7 +46,7 @@ def _copy(
     rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
     columns = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, layout))
     ptrs = gl.multiple_of(ptr + rows[:, None] * stride + columns[None, :], [1, 16])
-    async_copy.async_copy_global_to_shared(smem, ptrs, mask=(rows < size)[:, None] & (columns < END)[None, :])
+    _load_async(smem, ptrs, mask=(rows < size)[:, None] & (columns < END)[None, :])
 
 
 @gluon.jit

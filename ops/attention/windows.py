@@ -6,9 +6,9 @@ from typing import NamedTuple
 
 import torch
 
+from mmgraph.ops.compat import knows_gluon
 from mmgraph.ops.error_flag import Fault, flag_for
 from mmgraph.ops.launching import ROOMY_SHARED_BYTES, launch, shared_bytes
-from mmgraph.ops.packages import knows_gluon
 from mmgraph.ops.registration import kernel_module
 
 Tensor = torch.Tensor
@@ -20,9 +20,8 @@ _PROBES = 256
 _CHUNK = 16
 # Rows that a sequence has at least, in the mean, for having a program of its own.
 _FULL = 40
-# Of the kernel that has a whole window's head to a program: warps, and registers of a thread.
+# Warps of a program that has a whole window's head, 16 rows each.
 _WARPS = 4
-_REGISTERS = 128
 _LOG2_E = math.log2(math.e)
 _FAULT = int(Fault.ATTENTION_OFFSETS)
 
@@ -140,7 +139,6 @@ def _forward_full(
     max_seqlen: int,
     scale: float,
     causal: bool,
-    registers: int | None = _REGISTERS,
 ) -> None:
     tokens, heads, head_dim = q.shape
     kv_heads, v_dim = v.shape[1], v.shape[2]
@@ -167,7 +165,6 @@ def _forward_full(
         ),
         num_warps=_WARPS,
         num_stages=1,
-        registers=registers,
     )
 
 

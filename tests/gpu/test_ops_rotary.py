@@ -65,13 +65,17 @@ def check_every_form(tensors, heads, interleaved):
         assert_rounded_once(a.cpu(), b)
     assert torch.equal(got[2].cpu().double(), expected[2])
     copies = call(ops.packed_qkv_rope, moved, heads, interleaved=interleaved, copy_v=True)
-    for a, b in zip(copies, got, strict=True):
+    # Another variant of the kernel each: sums may be in another order, products fused with other sums.
+    for a, b in zip(copies[:2], expected[:2], strict=True):
         assert a.is_contiguous()
-        assert torch.equal(a, b)
+        assert_rounded_once(a.cpu(), b)
+    assert copies[2].is_contiguous()
+    assert torch.equal(copies[2], got[2])
     if moved[0].stride(1) == 1:
         views = call(ops.packed_qkv_rope_, moved, heads, interleaved=interleaved)
-        for a, b in zip(views, copies, strict=True):
-            assert torch.equal(a, b)
+        for a, b in zip(views[:2], expected[:2], strict=True):
+            assert_rounded_once(a.cpu(), b)
+        assert torch.equal(views[2], copies[2])
         assert views[0].untyped_storage().data_ptr() == moved[0].untyped_storage().data_ptr()
 
 

@@ -159,18 +159,6 @@ def test_tritons_own_launcher_is_known():
     assert names in (launching._FIRST, launching._FIRST + launching._SECOND)
 
 
-def test_fusing_and_registers_are_options_and_kinds_of_their_own():
-    kernel = Kernel()
-    for _ in range(2):
-        call(kernel, fuse=False)
-        call(kernel, registers=128)
-        call(kernel)
-    options = [one[2] for one in kernel.compiled]
-    assert [one["enable_fp_fusion"] for one in options] == [False, True, True]
-    assert [one.get("maxnreg") for one in options] == [None, 128, None]
-    assert [one[0] for one in kernel.launched] == [0, 1, 2]
-
-
 def test_the_current_stream_is_asked_for_at_each_launch(monkeypatch):
     kernel = Kernel()
     for stream in (1, 1, 2):

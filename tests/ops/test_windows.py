@@ -1,4 +1,5 @@
-"""Invariant: the window kernel's blocks fit the GPU and are safe for its assembler; short sequences get to it."""
+"""Invariant: the window kernels' blocks fit the GPU and are safe for its assembler; short sequences get to them, and
+whole windows in half precision to the kernel that is for them only."""
 
 import itertools
 
@@ -89,7 +90,11 @@ def test_short_sequences_share_programs_and_windows_have_their_own():
 def launches(monkeypatch):
     """What the two kernels would be launched with."""
     seen = []
-    modules = {"attention.window_kernels": "window_kernel", "attention.triton_kernels": "attention_kernel"}
+    modules = {
+        "attention.window_kernels": "window_kernel",
+        "attention.full_window_kernels": "full_window_kernel",
+        "attention.triton_kernels": "attention_kernel",
+    }
 
     class Module:
         def __init__(self, name):
@@ -131,3 +136,62 @@ def test_programs_cover_all_tiles_heads_and_parts(launches, monkeypatch, form, p
     ((arguments, options),) = launches
     assert arguments[1] == programs
     assert options == {"num_warps": form[3], "num_stages": 1}
+
+
+class OnGpu:
+    """Plays a tensor of a GPU: what the choice of a kernel asks of one."""
+
+    is_cuda, device = True, torch.device("cuda", 0)
+
+    def __init__(self, rows, heads, width, item_size):
+        self.shape, self.size = (rows, heads, width), item_size
+
+    def element_size(self):
+        return self.size
+
+
+@pytest.fixture
+def of_known_release(monkeypatch):
+    monkeypatch.setattr(windows, "knows_gluon", lambda: True)
+    monkeypatch.setattr(windows, "shared_bytes", lambda device: SHARED[-1])
+
+
+def takes(rows=640, batch=10, width=80, v_width=80, item_size=2, aligned=True):
+    q, v = (OnGpu(rows, 4, w, item_size) for w in (width, v_width))
+    return windows.takes_full_windows(q, v, batch, aligned)
+
+
+def test_whole_aligned_windows_in_half_precision_have_a_kernel_of_their_own(monkeypatch, of_known_release):
+    assert takes()
+    assert takes(rows=400)
+    assert not takes(rows=399)
+    assert not takes(item_size=4)
+    assert not takes(aligned=False)
+    monkeypatch.setattr(windows, "shared_bytes", lambda device: 48 * 1024)
+    assert takes()
+    assert not takes(width=160)
+    monkeypatch.setattr(windows, "knows_gluon", lambda: False)
+    assert not takes()
+
+
+def test_a_cpus_tensors_never_go_there(of_known_release):
+    q = torch.zeros(640, 4, 80, dtype=torch.bfloat16)
+    assert not windows.takes_full_windows(q, q, 10, True)
+
+
+@pytest.mark.parametrize("width", range(1, 257))
+def test_every_width_fits_on_every_gpu(width, of_known_release, monkeypatch):
+    monkeypatch.setattr(windows, "shared_bytes", lambda device: SHARED[0])
+    assert takes(width=width, v_width=width)
+
+
+@pytest.mark.parametrize("lengths", [[64] * 3, [64, 40, 0, 64]])
+def test_each_sequence_and_head_has_a_program_and_the_tail_one_more(launches, monkeypatch, lengths):
+    monkeypatch.setattr(windows, "takes_full_windows", lambda *arguments: True)
+    q = torch.zeros(sum(lengths), 3, 72, dtype=torch.float16)
+    cu = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
+    triton_backend.forward(q, q, q, cu, 64, 0.25, False, False)
+    ((arguments, options),) = launches
+    assert arguments[0] == "full_window_kernel"
+    assert arguments[1] == 3 * (len(lengths) + 1)
+    assert options == {"num_warps": 4, "num_stages": 1}
