@@ -147,24 +147,34 @@ def full_window_kernel(
     v_ptr += (head // GROUP).to(gl.int64) * v_head_stride + row * v_stride
     out_ptr += head * DV
     lse_ptr += far * tokens
-    if size > 0:
-        q1s = gl.allocate_shared_memory(dtype, [BLOCK, D1], _shared_layout(D1))
-        k1s = gl.allocate_shared_memory(dtype, [BLOCK, D1], _shared_layout(D1))
-        v1s = gl.allocate_shared_memory(dtype, [BLOCK, DV1], _shared_layout(DV1))
-        _copy(q1s, q_ptr, q_stride, size, BLOCK, D1, D, WARPS)
-        _copy(k1s, k_ptr, k_stride, size, BLOCK, D1, D, WARPS)
-        if D2 > 0:
-            q2s = gl.allocate_shared_memory(dtype, [BLOCK, D2], _shared_layout(D2))
-            k2s = gl.allocate_shared_memory(dtype, [BLOCK, D2], _shared_layout(D2))
-            _copy(q2s, q_ptr + D1, q_stride, size, BLOCK, D2, D - D1, WARPS)
-            _copy(k2s, k_ptr + D1, k_stride, size, BLOCK, D2, D - D1, WARPS)
-        async_copy.commit_group()
-        _copy(v1s, v_ptr, v_stride, size, BLOCK, DV1, DV, WARPS)
-        if DV2 > 0:
-            v2s = gl.allocate_shared_memory(dtype, [BLOCK, DV2], _shared_layout(DV2))
-            _copy(v2s, v_ptr + DV1, v_stride, size, BLOCK, DV2, DV - DV1, WARPS)
-        async_copy.commit_group()
+    q1s = gl.allocate_shared_memory(dtype, [BLOCK, D1], _shared_layout(D1))
+    k1s = gl.allocate_shared_memory(dtype, [BLOCK, D1], _shared_layout(D1))
+    v1s = gl.allocate_shared_memory(dtype, [BLOCK, DV1], _shared_layout(DV1))
+    _copy(q1s, q_ptr, q_stride, size, BLOCK, D1, D, WARPS)
+    _copy(k1s, k_ptr, k_stride, size, BLOCK, D1, D, WARPS)
+    if D2 > 0:
+        q2s = gl.allocate_shared_memory(dtype, [BLOCK, D2], _shared_layout(D2))
+        k2s = gl.allocate_shared_memory(dtype, [BLOCK, D2], _shared_layout(D2))
+        _copy(q2s, q_ptr + D1, q_stride, size, BLOCK, D2, D - D1, WARPS)
+        _copy(k2s, k_ptr + D1, k_stride, size, BLOCK, D2, D - D1, WARPS)
+    async_copy.commit_group()
+    _copy(v1s, v_ptr, v_stride, size, BLOCK, DV1, DV, WARPS)
+    if DV2 > 0:
+        v2s = gl.allocate_shared_memory(dtype, [BLOCK, DV2], _shared_layout(DV2))
+        _copy(v2s, v_ptr + DV1, v_stride, size, BLOCK, DV2, DV - DV1, WARPS)
+    async_copy.commit_group()
 
+    # While the copies run: rows of no sequence; some in front of the first offset only where that isn't 0, which is
+    # wrong.
+    covered = _load_offset(cu_ptr, batch, tokens)
+    tail = covered + index * BLOCK
+    _clear(out_ptr, lse_ptr, tail, tokens, (batch + 1) * BLOCK, DV, DV1, DV2, STRIDE, BLOCK, WITH_LSE, WARPS)
+    if index == 0:
+        _clear(out_ptr, lse_ptr, 0, begin, BLOCK, DV, DV1, DV2, STRIDE, BLOCK, WITH_LSE, WARPS)
+    if pid < batch:
+        _check_sequence(cu_ptr, flag_ptr, pid, tokens, max_seqlen, FAULT)
+
+    if size > 0:
         async_copy.wait_group(1)
         scores = gl.zeros([BLOCK, BLOCK], gl.float32, layout=mma)
         scores = mma_v2(q1s.load(left), k1s.permute([1, 0]).load(right), scores)
@@ -197,12 +207,3 @@ def full_window_kernel(
         if DV2 > 0:
             acc2 = mma_v2(weights, v2s.load(right), gl.zeros([BLOCK, DV2], gl.float32, layout=mma))
             _put(v2s, own_ptr + DV1, size, acc2 * share[:, None], BLOCK, DV2, DV - DV1, STRIDE, WARPS)
-
-    # Rows of no sequence; some in front of the first offset only where that isn't 0, which is wrong.
-    covered = _load_offset(cu_ptr, batch, tokens)
-    tail = covered + index * BLOCK
-    _clear(out_ptr, lse_ptr, tail, tokens, (batch + 1) * BLOCK, DV, DV1, DV2, STRIDE, BLOCK, WITH_LSE, WARPS)
-    if index == 0:
-        _clear(out_ptr, lse_ptr, 0, begin, BLOCK, DV, DV1, DV2, STRIDE, BLOCK, WITH_LSE, WARPS)
-    if pid < batch:
-        _check_sequence(cu_ptr, flag_ptr, pid, tokens, max_seqlen, FAULT)

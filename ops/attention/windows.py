@@ -81,8 +81,8 @@ def window_blocks(
 
 
 def full_window_bytes(width: int, v_width: int) -> int:
-    """Shared memory of a program that has one head of one whole window in half precision."""
-    return 2 * LONGEST * (2 * sum(split_width(width)) + sum(split_width(v_width)))
+    """Shared memory of a program that has one head of one whole window in half precision, and of its fault's number."""
+    return 2 * LONGEST * (2 * sum(split_width(width)) + sum(split_width(v_width))) + 8
 
 
 def takes_full_windows(q: Tensor, v: Tensor, batch: int, aligned: bool) -> bool:
