@@ -12,11 +12,11 @@ GLUON_RELEASES = ((3, 6), (3, 9))
 
 @lru_cache(maxsize=1)
 def knows_gluon() -> bool:
-    """Whether triton, which is installed, is of such a release and runs on NVIDIA's GPUs."""
+    """Whether triton, which is installed, is of such a release, runs on NVIDIA's GPUs and doesn't interpret."""
     import triton
 
     found = re.match(r"(\d+)\.(\d+)", triton.__version__)
-    if found is None or torch.version.hip is not None:
+    if found is None or torch.version.hip is not None or triton.knobs.runtime.interpret:
         return False
     return GLUON_RELEASES[0] <= (int(found[1]), int(found[2])) <= GLUON_RELEASES[1]
 

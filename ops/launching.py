@@ -68,12 +68,20 @@ def _kinds(strides: tuple[int, ...]) -> tuple[tuple[bool, bool, bool], ...]:
 def _keep(variant: Any) -> _Kept:
     """The record of a variant that was just launched in Triton's own way, so that it is loaded."""
     run = getattr(variant, "run", None)
-    named = [name for name in inspect.signature(run).parameters if name != "args"] if callable(run) else []
-    if _ON_AMD or tuple(named) not in (_FIRST, _FIRST + _SECOND):
+    function, metadata = (getattr(variant, name, None) for name in ("function", "packed_metadata"))
+    if _ON_AMD or function is None or metadata is None or _names_of(run) not in (_FIRST, _FIRST + _SECOND):
         return _Kept(variant, None, None, None, None)
     from triton import knobs
 
-    return _Kept(variant, run, variant.function, variant.packed_metadata, knobs)
+    return _Kept(variant, run, function, metadata, knobs)
+
+
+def _names_of(run: Any) -> tuple[str, ...]:
+    """The names of a launcher's arguments before the kernel's; none where it doesn't say."""
+    try:
+        return tuple(name for name in inspect.signature(run).parameters if name != "args")
+    except (TypeError, ValueError):  # no function, or one written in C
+        return ()
 
 
 def _is_hooked(knobs: Any) -> bool:

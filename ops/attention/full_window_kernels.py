@@ -167,8 +167,10 @@ def full_window_kernel(
     # While the copies run: rows of no sequence; some in front of the first offset only where that isn't 0, which is
     # wrong.
     covered = _load_offset(cu_ptr, batch, tokens)
-    tail = covered + index * BLOCK
-    _clear(out_ptr, lse_ptr, tail, tokens, (batch + 1) * BLOCK, DV, DV1, DV2, STRIDE, BLOCK, WITH_LSE, WARPS)
+    # 64 bits wide: for the last sequences it lies far behind the tokens.
+    tail = covered + index.to(gl.int64) * BLOCK
+    step = (batch + 1).to(gl.int64) * BLOCK
+    _clear(out_ptr, lse_ptr, tail, tokens, step, DV, DV1, DV2, STRIDE, BLOCK, WITH_LSE, WARPS)
     if index == 0:
         _clear(out_ptr, lse_ptr, 0, begin, BLOCK, DV, DV1, DV2, STRIDE, BLOCK, WITH_LSE, WARPS)
     if pid < batch:

@@ -20,6 +20,8 @@ Tensor = torch.Tensor
 
 LARGEST_WIDTH = 256
 WINDOW = windows.LONGEST
+# Elements from row to row from which on a block of rows passes 2^31.
+_FAR = 1 << 24
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -44,8 +46,10 @@ def block_table(item_size: int, width: int, shared_bytes: int) -> Blocks:
     return Blocks(128, 64, 8, 3 if roomy else 2)
 
 
-def _columns_adjacent(tensor: Tensor) -> Tensor:
-    return tensor if tensor.stride(2) == 1 else tensor.contiguous()
+def _rows_near(tensor: Tensor) -> Tensor:
+    """The tensor, or a copy, with adjacent columns and rows near enough for 32 bits across a block of them."""
+    row, _, column = tensor.stride()
+    return tensor if column == 1 and row < _FAR else tensor.contiguous()
 
 
 def _aligned(*tensors: Tensor) -> bool:
@@ -72,7 +76,7 @@ def forward(
     tokens, heads, head_dim = q.shape
     kv_heads, v_dim = v.shape[1], v.shape[2]
     batch = cu_seqlens.shape[0] - 1
-    q, k, v = _columns_adjacent(q), _columns_adjacent(k), _columns_adjacent(v)
+    q, k, v = _rows_near(q), _rows_near(k), _rows_near(v)
     cu_seqlens = cu_seqlens.contiguous()
     aligned = _aligned(q, k, v)
     if blocks is None and max_seqlen <= WINDOW:

@@ -178,9 +178,9 @@ def window_kernel(
         low = index * 0
         first_sequence = index
         stop_sequence = tl.minimum(index + 1, batch)
-        clear_from = covered + index * BLOCK
-        clear_to = tokens
-        clear_step = (batch + 1) * BLOCK
+        clear_from = covered + (index + zero) * BLOCK  # for the last sequences it lies far behind the tokens
+        clear_to = tokens + zero
+        clear_step = (batch + 1 + zero) * BLOCK
         front = tl.where(index == 0, front, 0)
     begin = _load_offset(cu_ptr, first_sequence, tokens)
     stop = _load_offset(cu_ptr, stop_sequence, tokens)

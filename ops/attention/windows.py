@@ -88,11 +88,12 @@ def full_window_bytes(width: int, v_width: int) -> int:
 def takes_full_windows(q: Tensor, v: Tensor, batch: int, aligned: bool) -> bool:
     """Whether the call is for the kernel with a program per sequence and head.
 
-    That is one in half precision whose sequences fill most of a block each, on a GPU that has room for it, with a
-    release of Triton that the kernel was tried with.
+    That is one in half precision, in pieces of 16 bytes, whose sequences fill most of a block each, on a GPU that has
+    room for it, with a release of Triton that the kernel was tried with.
     """
     return (
         aligned
+        and q.shape[2] % 8 == v.shape[2] % 8 == 0  # columns are copied 16 bytes at a time
         and q.is_cuda
         and q.element_size() == 2
         and q.shape[0] >= _FULL * batch

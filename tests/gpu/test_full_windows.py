@@ -2,6 +2,7 @@
 lengths, the tail, the layout and the flags; nothing outside a sequence reaches it; a graph replays new boundaries."""
 
 import itertools
+import math
 import random
 
 import pytest
@@ -173,16 +174,46 @@ WRONG = (
 )
 
 
+def room_for(*shape, dtype):
+    """A tensor of nines with as much again before and after it, and the whole room."""
+    size = math.prod(shape)
+    room = torch.full((3 * size,), 9.0, dtype=dtype, device="cuda")
+    return room, room[size : 2 * size].view(shape)
+
+
 @pytest.mark.parametrize("wrong", WRONG, ids=str)
-def test_wrong_offsets_are_recorded_and_stay_inside(wrong):
-    """The tensors lie inside a larger room whose other rows must keep what they hold."""
-    room = torch.full((900, 3, 4, 80), 7.0, device="cuda").bfloat16()
-    q, k, v = room[300:500].unbind(1)
+@pytest.mark.parametrize("heads_first", [False, True])
+def test_wrong_offsets_are_recorded_and_stay_inside(wrong, heads_first):
+    """Around the inputs lie NaN, which would show in a result; around the outputs nines, which must stay."""
+    tokens, heads, width = 200, 4, 80
+    shape = (heads, 3 * tokens, width) if heads_first else (3 * tokens, heads, width)
+    q, k, v = (torch.full(shape, float("nan"), device="cuda").bfloat16() for _ in range(3))
+    q, k, v = ((x.transpose(0, 1) if heads_first else x)[tokens : 2 * tokens] for x in (q, k, v))
+    for x in (q, k, v):
+        x.copy_(torch.randn(tokens, heads, width))
+    out_room, out = room_for(tokens, heads, width, dtype=torch.bfloat16)
+    lse_room, lse = room_for(heads, tokens, dtype=torch.float32)
     cu = torch.tensor(wrong, dtype=torch.int32, device="cuda")
-    run(q, k, v, cu, 0.1, False)
+    windows._forward_full(q, k, v, out, lse, cu, 64, 0.1, False)
     with pytest.raises(ops.DeviceError, match="cu_seqlens"):
         ops.check_errors()
-    assert bool((room == 7).all())
+    assert bool(out.isfinite().all())
+    assert not lse.isnan().any()
+    for room in (out_room, lse_room):
+        size = room.shape[0] // 3
+        assert bool((room[:size] == 9).all())
+        assert bool((room[2 * size :] == 9).all())
+
+
+@pytest.mark.parametrize(("width", "v_width"), [(37, 37), (80, 37), (37, 64), (36, 36), (1, 1)])
+def test_widths_of_no_whole_pieces_in_aligned_rows_are_served(width, v_width):
+    """Their rows start at multiples of 16 bytes, so only the width says that another kernel must take them."""
+    lengths = [64, 64, 50]
+    q, k, v = torch.randn(sum(lengths), 3, 4, 80, device="cuda").bfloat16().unbind(1)
+    q, k, v = q[..., :width], k[..., :width], v[..., :v_width]
+    got = ops.varlen_attention(q, k, v, offsets(lengths), 64, backend="triton")
+    expected, _ = exact(q, k, v, lengths, width**-0.5, False)
+    assert float((got - expected).abs().max()) <= 0.02 * float(v.abs().max())
 
 
 def test_calls_that_it_is_not_for_go_to_the_other_kernel():

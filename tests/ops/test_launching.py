@@ -136,15 +136,28 @@ def test_a_profilers_hooks_see_launches():
         assert not launched_in_tritons_own_way(kernel)
 
 
+class CompiledVariant(Variant):
+    """Of a release whose launcher is written in C, and doesn't say what it takes."""
+
+    run = dict
+
+
+class ShortVariant(Variant):
+    """Of a release that keeps what the launcher takes elsewhere."""
+
+    function = None
+
+
 def test_launchers_that_are_not_known_are_left_to_triton(monkeypatch):
-    strange = Kernel(variant=StrangeVariant)
+    for variant in (StrangeVariant, CompiledVariant, ShortVariant):
+        strange = Kernel(variant=variant)
+        call(strange)
+        call(strange)
+        assert launched_in_tritons_own_way(strange)
     on_amd = Kernel()
-    call(strange)
-    call(strange)
     monkeypatch.setattr(launching, "_ON_AMD", True)
     call(on_amd)
     call(on_amd)
-    assert launched_in_tritons_own_way(strange)
     assert launched_in_tritons_own_way(on_amd)
 
 
