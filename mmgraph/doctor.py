@@ -176,13 +176,16 @@ def _choice() -> str:
     from mmgraph.ops import BackendError, select_backend
     from mmgraph.ops.attention import choice_table, settings
 
+    asked, origin = None, ""
     try:
         asked, origin = settings.asked_for()
         if asked is not None:
+            if asked != settings.MEASURE:
+                select_backend(backend=asked)  # says why where it can't be used here
             return f"{asked}, asked for by {origin}"
         name = select_backend(tokens=16384, batch=4, max_seqlen=4096, heads=16, head_dim=128)
     except BackendError as error:
-        return str(error).splitlines()[0]
+        return str(error).splitlines()[0] + ("" if asked is None else f" ({asked!r} is asked for by {origin}.)")
     if not torch.cuda.is_available():
         return name
     capability = torch.cuda.get_device_capability()

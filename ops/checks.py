@@ -13,7 +13,9 @@ import torch
 
 from mmgraph.ops.errors import ArgumentError, CountMismatchError, DataError, GradientError
 
+_LARGEST_INT = 2**63 - 1
 _ID_DTYPES = (torch.int64, torch.int32)
+ATTENTION_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 def _kind(tensor: torch.Tensor) -> str:
@@ -31,11 +33,28 @@ def check_tensors(op: str, **arguments: Any) -> None:
 
 
 def refuse_forward_mode(op: str, *tensors: torch.Tensor) -> None:
-    """Raise GradientError for a tensor with a forward-mode tangent, for which the ops would give zeros."""
-    if torch.compiler.is_compiling() or torch.autograd.forward_ad._current_level < 0:
+    """Raise GradientError for a tensor with a forward-mode tangent, for which the ops would give zeros.
+
+    While a graph is traced, tensors don't say whether they have one; inside a jvp every call is refused then.
+    """
+    if torch.autograd.forward_ad._current_level < 0:
         return
-    if any(torch.autograd.forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors):
+    if torch.compiler.is_compiling() or any(
+        torch.autograd.forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors
+    ):
         raise GradientError(f"{op} has no forward-mode derivative: use reverse mode, or call it outside jvp.")
+
+
+def refuse_traced_transforms(op: str, remedy: str) -> None:
+    """Raise GradientError for an op without a gradient inside torch.func's transforms while a graph is traced.
+
+    Its tensors don't say there that they need a gradient, which would then be zero or that of something else.
+    """
+    if torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
+        raise GradientError(
+            f"{op} has no gradient and was called inside a transform of torch.func that is being compiled, where it "
+            f"can't be seen whether one is needed: {remedy}"
+        )
 
 
 def needs_gradient(*tensors: torch.Tensor) -> bool:
@@ -180,7 +199,7 @@ def check_attention(
     if (
         len(q_shape) == len(k_shape) == len(v_shape) == 3
         and dtype == k.dtype == v.dtype
-        and dtype.is_floating_point
+        and dtype in ATTENTION_DTYPES
         and q_shape[0] == k_shape[0] == v_shape[0]
         and q_shape[2] == k_shape[2] > 0
         and k_shape[1] == v_shape[1] > 0 < q_shape[1]
@@ -205,9 +224,10 @@ def _diagnose_attention(
             f"{list(v.shape)}; flatten a batch first."
         )
     dtype = q.dtype
-    if not dtype.is_floating_point or k.dtype != dtype or v.dtype != dtype:
+    if dtype not in ATTENTION_DTYPES or k.dtype != dtype or v.dtype != dtype:
         raise ArgumentError(
-            f"{op}: q, k and v must have one floating-point dtype, got {dtype}, {k.dtype} and {v.dtype}."
+            f"{op}: q, k and v must have one floating-point dtype (bfloat16, float16, float32 or float64), got "
+            f"{dtype}, {k.dtype} and {v.dtype}."
         )
     tokens, heads, width = q.shape
     kv_tokens, kv_heads, kv_width = k.shape
@@ -223,9 +243,10 @@ def _diagnose_attention(
     if heads % kv_heads:
         raise ArgumentError(f"{op}: heads ({heads}) must be a multiple of kv_heads ({kv_heads}).")
     if cu_seqlens.dtype != torch.int32 or cu_seqlens.dim() != 1:
+        remedy = "flatten it" if cu_seqlens.dtype == torch.int32 else "convert it with .int()"
         raise ArgumentError(
             f"{op}: cu_seqlens must be a one-dimensional int32 tensor of batch + 1 offsets, got {_kind(cu_seqlens)}; "
-            "convert it with .int()."
+            f"{remedy}."
         )
     if cu_seqlens.shape[0] == 0:
         raise ArgumentError(f"{op}: cu_seqlens must have batch + 1 entries, got none; no sequence is [0].")
@@ -248,8 +269,22 @@ def check_max_seqlen_type(max_seqlen: Any) -> None:
         )
     if isinstance(max_seqlen, bool) or not isinstance(max_seqlen, (int, torch.SymInt)):
         raise ArgumentError(
-            f"varlen_attention: max_seqlen must be a Python int, got {type(max_seqlen).__name__}."
+            f"varlen_attention: max_seqlen must be a Python int, got {kind_of(max_seqlen)}; convert it with int(...)."
         )
+    if isinstance(max_seqlen, int) and max_seqlen > _LARGEST_INT:
+        raise ArgumentError("varlen_attention: max_seqlen must be below 2^63, got a larger one.")
+
+
+def kind_of(value: Any) -> str:
+    """A value's type; with its module for numpy's, of which one is named bool."""
+    kind = type(value)
+    return f"numpy.{kind.__name__}" if kind.__module__ == "numpy" else kind.__name__
+
+
+def check_flag(op: str, name: str, value: Any) -> None:
+    """Raise ArgumentError unless a value is True or False (or a traced one)."""
+    if not isinstance(value, (bool, torch.SymBool)):
+        raise ArgumentError(f"{op}: {name} must be True or False, got {kind_of(value)}.")
 
 
 def check_scalars(scale: Any, causal: Any) -> None:
@@ -257,10 +292,13 @@ def check_scalars(scale: Any, causal: Any) -> None:
     if isinstance(scale, bool) or not isinstance(scale, (float, int, torch.SymFloat, torch.SymInt, NoneType)):
         remedy = "; reading it would synchronise with the device" if isinstance(scale, torch.Tensor) else ""
         raise ArgumentError(
-            f"varlen_attention: scale must be a Python number or None, got {type(scale).__name__}{remedy}."
+            f"varlen_attention: scale must be a Python number or None, got {kind_of(scale)}{remedy}."
         )
-    if not isinstance(causal, (bool, torch.SymBool)):
-        raise ArgumentError(f"varlen_attention: causal must be True or False, got {type(causal).__name__}.")
+    if isinstance(scale, int) and abs(scale) > _LARGEST_INT:
+        raise ArgumentError(
+            "varlen_attention: scale must be a finite number, got an integer of more than 64 bits."
+        )
+    check_flag("varlen_attention", "causal", causal)
 
 
 def check_offsets(cu_seqlens: torch.Tensor, tokens: int, max_seqlen: int) -> list[int]:

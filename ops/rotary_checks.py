@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from mmgraph.ops.checks import check_flag, kind_of
 from mmgraph.ops.errors import ArgumentError, GradientError
 from mmgraph.ops.overlap import check_no_overlap
 
@@ -36,7 +37,24 @@ def check_counts(op: str, **counts: Any) -> None:
     """Raise ArgumentError unless every count is a Python int (or a traced one)."""
     for name, value in counts.items():
         if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
-            raise ArgumentError(f"{op}: {name} must be a Python int, got {type(value).__name__}.")
+            raise ArgumentError(
+                f"{op}: {name} must be a Python int, got {kind_of(value)}; convert it with int(...)."
+            )
+
+
+def check_options(op: str, eps: Any, **flags: Any) -> None:
+    """Raise ArgumentError unless ``eps`` is a number (or a traced one) and every flag True or False."""
+    if type(eps) is not float:
+        if isinstance(eps, bool) or not isinstance(eps, (float, int, torch.SymFloat, torch.SymInt)):
+            remedy = (
+                "reading it would synchronise with the device" if isinstance(eps, Tensor) else "pass a float"
+            )
+            raise ArgumentError(f"{op}: eps must be a Python number, got {kind_of(eps)}; {remedy}.")
+        if isinstance(eps, int) and not 0 <= eps < 2**63:
+            raise ArgumentError(f"{op}: eps must be zero or positive and finite, got an integer out of range.")
+    for name, value in flags.items():
+        if value is not True and value is not False:
+            check_flag(op, name, value)
 
 
 def check_work(op: str, *work: Any) -> None:
@@ -120,7 +138,7 @@ def check_rope(
     if qkv.dim() != 2 or qkv.dtype not in _DTYPES:
         raise ArgumentError(
             f"{op}: qkv must be a matrix [tokens, width] in bfloat16, float16, float32 or float64, got {_kind(qkv)}; "
-            "flatten a batch first."
+            f"{'convert it' if qkv.dim() == 2 else 'flatten a batch first'}."
         )
     width = (num_heads + 2 * num_kv_heads) * head_dim
     if qkv.shape[1] != width:
@@ -193,6 +211,17 @@ def check_rope_in_place(
             f"{op}: columns of qkv must be adjacent in memory, got strides {list(qkv.stride())}; use packed_qkv_rope, "
             "or make the projection contiguous."
         )
+    check_in_place_needs_no_gradient(qkv, cos, sin, q_norm, k_norm)
+
+
+def check_in_place_needs_no_gradient(
+    qkv: Tensor, cos: Tensor | None, sin: Tensor | None, q_norm: Tensor | None, k_norm: Tensor | None
+) -> None:
+    """Raise GradientError if gradient mode is on and an input needs a gradient.
+
+    Asked in the Python call too: inside the op, tensors of torch.func's transforms no longer say so.
+    """
+    op = "packed_qkv_rope_"
     check_tables_need_no_gradient(op, cos, sin)
     if not torch.is_grad_enabled():
         return

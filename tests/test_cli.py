@@ -216,7 +216,12 @@ def test_doctor_names_every_backend():
 def test_doctor_says_what_the_environment_asks_for(monkeypatch):
     from mmgraph.ops.attention import settings
 
-    for name, words in (("reference", "reference, asked for by"), ("mesure", "no attention backend is named")):
+    cases = {
+        "reference": "reference, asked for by",
+        "mesure": "no attention backend is named",
+        "triton": "can't serve this call: it needs a GPU",
+    }
+    for name, words in cases.items():
         monkeypatch.setenv(settings.VARIABLE, name)
         settings._from_environment.cache_clear()
         try:

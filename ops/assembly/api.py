@@ -97,6 +97,10 @@ def assemble_embeddings_out(
     """
     checks.check_tensors("assemble_embeddings_out", input_ids=input_ids, table=table, pool=pool, out=out)
     checks.refuse_forward_mode("assemble_embeddings_out", table, pool, out)
+    # Inside the op, tensors of torch.func's transforms no longer say that they need a gradient.
+    remedy = "use assemble_embeddings, or call it under torch.no_grad()."
+    checks.refuse_traced_transforms("assemble_embeddings_out", remedy)
+    checks.refuse_gradients("assemble_embeddings_out", remedy, table, pool, out)
     _assemble_out(input_ids, table, pool, _map_tensor(row_map, pool), strict, out=out)
 
 

@@ -23,6 +23,7 @@ _named: dict[str, Callable[..., torch.Tensor]] = {
 
 
 _Tensor = torch.Tensor
+_LARGEST = 0x7FFFFFFF
 
 
 def _are_tensors(q: object, k: object, v: object, cu_seqlens: object) -> bool:
@@ -76,7 +77,7 @@ def varlen_attention(
     """
     if not _are_tensors(q, k, v, cu_seqlens):
         check_tensors("varlen_attention", q=q, k=k, v=v, cu_seqlens=cu_seqlens)
-    if type(max_seqlen) is not int:
+    if type(max_seqlen) is not int or max_seqlen > _LARGEST:
         check_max_seqlen_type(max_seqlen)
     if (scale is not None and type(scale) is not float) or type(causal) is not bool:
         check_scalars(scale, causal)

@@ -13,12 +13,14 @@ from functools import lru_cache
 
 import torch
 
+from mmgraph.ops import checks
 from mmgraph.ops.attention import choice_table, settings
 from mmgraph.ops.attention.registry import AttentionBackend, BackendReport, Traits, reports, usable_backends
 from mmgraph.ops.attention.registry import require_backend as _require
 from mmgraph.ops.attention.triton_backend import WINDOW
 from mmgraph.ops.errors import ArgumentError, OpError
 
+_OP = "select_backend, explain_backends"
 _log = logging.getLogger("mmgraph.ops.attention")
 
 _EDGE = math.log2(WINDOW)  # where the Triton backend changes kernels
@@ -111,14 +113,38 @@ def _make_traits(
     causal: bool,
     gradient: bool,
 ) -> Traits:
+    """The traits of a call that is described, with what ``varlen_attention`` would refuse of it refused."""
+    kv_heads = heads if kv_heads is None else kv_heads
+    v_dim = head_dim if v_dim is None else v_dim
+    _check_counts(1, head_dim=head_dim, v_dim=v_dim, heads=heads, kv_heads=kv_heads)
+    if heads % kv_heads:
+        raise ArgumentError(f"{_OP}: heads ({heads}) must be a multiple of kv_heads ({kv_heads}).")
+    for name, flag in (("causal", causal), ("gradient", gradient)):
+        checks.check_flag(_OP, name, flag)
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    device = torch.device(device)
-    if device == torch.device("cuda"):  # no index given
-        device = torch.device("cuda", torch.cuda.current_device())
+    try:
+        device = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ArgumentError(f"{_OP}: device must be a device or its name, got {device!r}: {error}") from error
+    if device.type == "cuda":
+        count = torch.cuda.device_count()
+        if (device.index or 0) >= count:
+            raise ArgumentError(f"{_OP}: there is no {device} here; PyTorch sees {count} CUDA devices.")
+        if device == torch.device("cuda"):  # no index given
+            device = torch.device("cuda", torch.cuda.current_device())
     if dtype is None:
         dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
-    return Traits(device, dtype, head_dim, v_dim or head_dim, heads, kv_heads or heads, causal, gradient)
+    if dtype not in checks.ATTENTION_DTYPES:
+        names = ", ".join(str(one) for one in checks.ATTENTION_DTYPES)
+        raise ArgumentError(f"{_OP}: dtype must be one of {names}, got {dtype!r}.")
+    return Traits(device, dtype, head_dim, v_dim, heads, kv_heads, causal, gradient)
+
+
+def _check_counts(least: int, **counts: int) -> None:
+    for name, count in counts.items():
+        if type(count) is not int or count < least:
+            raise ArgumentError(f"{_OP}: {name} must be a Python int of at least {least}, got {count!r}.")
 
 
 def select_backend(
@@ -161,9 +187,12 @@ def select_backend(
         UnusableBackend: It, or every backend, can't serve the call; the message lists the reasons.
         BrokenBackend: A package is installed and can't be imported.
         GradientError: A gradient is needed and the backend asked for has none.
-        ArgumentError: What is asked for is ``"measure"``.
+        ArgumentError: What is asked for is ``"measure"``; or there can't be such a call.
     """
     traits = _make_traits(device, dtype, head_dim, v_dim, heads, kv_heads, causal, gradient)
+    _check_counts(0, tokens=tokens, batch=batch, max_seqlen=max_seqlen)
+    if backend is not None:
+        settings.check_name(backend)
     name, origin = (backend, "") if backend is not None else settings.asked_for()
     if name == settings.MEASURE:
         raise ArgumentError(
@@ -203,5 +232,8 @@ def explain_backends(
 
     Returns:
         One record per backend: ``name``, ``usable``, ``reason``. A broken installation is reported, not raised.
+
+    Raises:
+        ArgumentError: There can't be such a call.
     """
     return reports(_make_traits(device, dtype, head_dim, v_dim, heads, kv_heads, causal, gradient))

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 
 from mmgraph.ops import rotary_checks as checks
-from mmgraph.ops.checks import needs_gradient, refuse_forward_mode
+from mmgraph.ops.checks import needs_gradient, refuse_forward_mode, refuse_traced_transforms
 from mmgraph.ops.registration import overload
 from mmgraph.ops.rotary.dispatch import parts, v_part
 
@@ -67,6 +67,7 @@ def packed_qkv_rope(
     op = "packed_qkv_rope"
     checks.check_types(op, qkv, cos=cos, sin=sin, q_norm=q_norm, k_norm=k_norm)
     checks.check_counts(op, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim)
+    checks.check_options(op, eps, interleaved=interleaved, copy_v=copy_v)
     checks.check_work(op, cos, sin, q_norm, k_norm, copy_v)
     given = [one for one in (qkv, cos, sin, q_norm, k_norm) if one is not None]
     refuse_forward_mode(op, *given)
@@ -96,6 +97,8 @@ def packed_qkv_rope_(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As ``packed_qkv_rope``, in place: q and k are overwritten where they lie in ``qkv``. It has no gradient.
 
+    On a GPU its values may differ from the other form's in the last bit, since each is a kernel of its own.
+
     Traced by torch.compile with a view for ``qkv``, it rotates out of place and copies back.
 
     Args:
@@ -121,9 +124,11 @@ def packed_qkv_rope_(
     op = "packed_qkv_rope_"
     checks.check_types(op, qkv, cos=cos, sin=sin, q_norm=q_norm, k_norm=k_norm)
     checks.check_counts(op, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim)
+    checks.check_options(op, eps, interleaved=interleaved)
     checks.check_work(op, cos, sin, q_norm, k_norm)
     refuse_forward_mode(op, *(one for one in (qkv, cos, sin, q_norm, k_norm) if one is not None))
-    checks.check_tables_need_no_gradient(op, cos, sin)
+    refuse_traced_transforms(op, "use packed_qkv_rope.")
+    checks.check_in_place_needs_no_gradient(qkv, cos, sin, q_norm, k_norm)
     cos, sin = checks.real_tables(op, cos, sin, head_dim, interleaved)
     arguments = (qkv, cos, sin, q_norm, k_norm, num_heads, num_kv_heads, head_dim, interleaved, eps)
     if torch.compiler.is_compiling() and qkv._base is not None:

@@ -154,11 +154,15 @@ def _refuse_gradients(name: str, qkv: Tensor, arguments: tuple[Any, ...]) -> Non
 
 
 def parts(qkv: Tensor, num_heads: int, num_kv_heads: int, head_dim: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Views of the packed rows: q ``[T, heads, head_dim]``, k and v ``[T, kv_heads, head_dim]``."""
-    tokens, end_of_q = qkv.shape[0], num_heads * head_dim
+    """Views of the packed rows: q ``[T, heads, head_dim]``, k and v ``[T, kv_heads, head_dim]``.
+
+    The number of rows is left to PyTorch: with a traced number of rows, what Inductor returns for a view of a view
+    loses the place where the outer one begins (torch 2.11 and 2.13).
+    """
+    end_of_q = num_heads * head_dim
     return (
-        qkv.narrow(1, 0, end_of_q).view(tokens, num_heads, head_dim),
-        qkv.narrow(1, end_of_q, num_kv_heads * head_dim).view(tokens, num_kv_heads, head_dim),
+        qkv.narrow(1, 0, end_of_q).view(-1, num_heads, head_dim),
+        qkv.narrow(1, end_of_q, num_kv_heads * head_dim).view(-1, num_kv_heads, head_dim),
         v_part(qkv, num_heads, num_kv_heads, head_dim),
     )
 
@@ -166,7 +170,7 @@ def parts(qkv: Tensor, num_heads: int, num_kv_heads: int, head_dim: int) -> tupl
 def v_part(qkv: Tensor, num_heads: int, num_kv_heads: int, head_dim: int) -> Tensor:
     """The last of ``parts`` alone; a view costs about a microsecond on the host."""
     start = (num_heads + num_kv_heads) * head_dim
-    return qkv.narrow(1, start, num_kv_heads * head_dim).view(qkv.shape[0], num_kv_heads, head_dim)
+    return qkv.narrow(1, start, num_kv_heads * head_dim).view(-1, num_kv_heads, head_dim)
 
 
 def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:

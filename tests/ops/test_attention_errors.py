@@ -1,5 +1,6 @@
 """Invariant: each wrong argument of attention has its own clear error, and the next good call works."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -82,6 +83,8 @@ def test_the_gradient_free_op_refuses_to_drop_a_gradient():
         ({"scale": True}, "scale must be .*got bool"),
         ({"causal": None}, "causal must be True or False, got NoneType"),
         ({"causal": "yes"}, "causal must be True or False, got str"),
+        ({"causal": np.True_}, "causal must be True or False, got numpy.bool"),
+        ({"scale": 10**400}, "scale must be a finite number"),
     ],
 )
 def test_scalars_of_other_types(options, words):
@@ -89,6 +92,37 @@ def test_scalars_of_other_types(options, words):
     with pytest.raises(ops.ArgumentError, match=words):
         ops.varlen_attention(q, q, q, cu, 4, **options)
     ops.varlen_attention(q, q, q, cu, 4, scale=1, causal=True)
+
+
+@pytest.mark.parametrize(
+    ("longest", "words"),
+    [
+        (np.int64(4), r"got numpy.int64; convert it with int\("),
+        (2**63, "below 2\\^63"),
+        (-1, "must not be negative"),
+    ],
+    ids=str,
+)
+def test_longest_lengths_that_are_no_python_int_or_none_that_fits(longest, words):
+    q, cu = torch.randn(7, 2, 8), torch.tensor([0, 3, 7], dtype=torch.int32)
+    with pytest.raises(ops.ArgumentError, match=words):
+        ops.varlen_attention(q, q, q, cu, longest)
+    assert torch.equal(ops.varlen_attention(q, q, q, cu, 2**62), ops.varlen_attention(q, q, q, cu, 4))
+
+
+def test_offsets_of_another_shape_are_not_told_to_be_converted():
+    q, cu = torch.randn(7, 2, 8), torch.tensor([[0, 3, 7]], dtype=torch.int32)
+    with pytest.raises(ops.ArgumentError, match="flatten it"):
+        ops.varlen_attention(q, q, q, cu, 4)
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float8_e4m3fn, torch.float8_e8m0fnu, torch.int32, torch.complex64], ids=str
+)
+def test_dtypes_that_no_backend_computes_in_are_refused(dtype):
+    q, cu = torch.ones(7, 2, 8).to(dtype), torch.tensor([0, 3, 7], dtype=torch.int32)
+    with pytest.raises(ops.ArgumentError, match="bfloat16, float16, float32 or float64"):
+        ops.varlen_attention(q, q, q, cu, 4)
 
 
 def test_a_name_of_another_type_is_unknown():

@@ -511,3 +511,34 @@ def test_the_reference_serves_the_devices_that_the_ops_are_made_for():
     for device, usable in (("cpu", True), ("mps", False)):
         reports = {one.name: one for one in ops.explain_backends(device=device, dtype=torch.float32)}
         assert reports["reference"].usable == usable
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        ({"head_dim": -3}, "head_dim must be a Python int of at least 1, got -3"),
+        ({"head_dim": 64.5}, "head_dim must be"),
+        ({"v_dim": 0}, "v_dim must be a Python int of at least 1, got 0"),
+        ({"heads": 0}, "heads must be"),
+        ({"heads": 3, "kv_heads": 2}, r"heads \(3\) must be a multiple of kv_heads \(2\)"),
+        ({"causal": 1}, "causal must be True or False, got int"),
+        ({"dtype": torch.int32}, "dtype must be one of"),
+        ({"dtype": "float32"}, "dtype must be one of"),
+        ({"device": "gpu"}, "device must be a device or its name"),
+        ({"device": "cuda:77"}, "there is no cuda:77 here"),
+    ],
+    ids=str,
+)
+def test_calls_that_there_cant_be_have_no_choice(call, words):
+    for function in (ops.select_backend, ops.explain_backends):
+        with pytest.raises(ops.ArgumentError, match=words):
+            function(**call)
+    assert ops.select_backend(device="cpu") == "reference"
+
+
+@pytest.mark.parametrize("call", [{"tokens": -1}, {"batch": 1.5}, {"max_seqlen": float("nan")}], ids=str)
+def test_shapes_that_there_cant_be_have_no_choice(call):
+    with pytest.raises(ops.ArgumentError, match="must be a Python int of at least 0"):
+        ops.select_backend(**call)
+    with pytest.raises(ops.UnknownBackend):
+        ops.select_backend(backend=["triton"])

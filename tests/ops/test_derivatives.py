@@ -84,3 +84,50 @@ def test_a_source_near_the_largest_integer_is_outside_the_pool() -> None:
     with pytest.raises(ops.ArgumentError, match="must lie inside the 10 pool rows"):
         ops.RowMap.from_ranges(5, [0], [2], [2**63 - 2], pool_rows=10)
     assert ops.RowMap.from_ranges(5, [0], [2], [7], pool_rows=10).host.tolist() == [7, 8, 9, -1, -1]
+
+
+def out_form(x: torch.Tensor) -> torch.Tensor:
+    out = torch.empty(4, 3, dtype=torch.float64)
+    ops.assemble_embeddings_out(IDS, table(), x, ROW_MAP, out=out)
+    return out.sum()
+
+
+def in_place_form(x: torch.Tensor) -> torch.Tensor:
+    q, *_ = ops.packed_qkv_rope_(x.reshape(1, 6).clone(), table()[:1, 1:2], table()[:1, 2:], 1, 1, 2)
+    return q.sum()
+
+
+def in_place_norm(x: torch.Tensor) -> torch.Tensor:
+    q, *_ = ops.packed_qkv_rope_(torch.arange(6.0, dtype=torch.float64)[None], None, None, 1, 1, 2, q_norm=x[0, :2])
+    return q.sum()
+
+
+@pytest.mark.parametrize("backend", [None, "aot_eager"])
+@pytest.mark.parametrize("form", [out_form, in_place_form, in_place_norm], ids=lambda f: f.__name__)
+def test_forms_without_a_gradient_refuse_function_transforms(
+    form: Callable[..., torch.Tensor], backend: str
+) -> None:
+    """Inside an op, tensors of a transform no longer say that they need a gradient; it would be zero."""
+    ways = (
+        lambda x: torch.func.grad(form)(x),
+        lambda x: torch.func.vjp(form, x)[1](torch.ones((), dtype=torch.float64)),
+        lambda x: torch.func.jacrev(form)(x),
+    )
+    for way in ways:
+        torch._dynamo.reset()
+        with pytest.raises(Exception, match="has no gradient"):
+            (way if backend is None else torch.compile(way, backend=backend, fullgraph=True))(rows())
+    assert form(rows()).isfinite()
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("name", OPS)
+def test_forward_mode_is_refused_while_a_graph_is_traced(name: str, backend: str) -> None:
+    torch._dynamo.reset()
+    tangent = torch.ones(2, 3, dtype=torch.float64)
+    compiled = torch.compile(
+        lambda x: torch.func.jvp(OPS[name], (x,), (tangent,))[1], backend=backend, fullgraph=True
+    )
+    with pytest.raises(Exception, match="no forward-mode derivative"):
+        compiled(rows())
+    assert OPS[name](rows()).isfinite().all()

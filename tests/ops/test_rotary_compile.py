@@ -81,3 +81,33 @@ def test_a_wrong_argument_is_named_while_tracing():
     buffer = torch.randn(5, HEADS.columns)
     for a, b in zip(compiled(buffer.clone()), whole(buffer), strict=True):
         torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("gradients", [False, True])
+@pytest.mark.parametrize("dynamic", [None, True])
+@pytest.mark.parametrize("in_place", [False, True])
+def test_views_that_a_graph_returns_lie_where_its_input_lies(in_place, dynamic, gradients):
+    """The input is a part of a buffer, cut outside of the graph; Inductor can lose where it begins."""
+
+    def rotate(rows, cos, sin):
+        function = ops.packed_qkv_rope_ if in_place else ops.packed_qkv_rope
+        return function(rows, cos, sin, *HEADS.counts())
+
+    torch._dynamo.reset()
+    compiled = torch.compile(rotate, dynamic=dynamic)
+    for tokens, row, column in ((7, 3, 0), (9, 3, 0), (11, 5, 16), (0, 0, 0), (4, 1, 7), (20, 0, 16)):
+        g = torch.Generator().manual_seed(tokens)
+        rows = torch.randn(tokens + 8, HEADS.columns + 16, generator=g)
+        rows = rows[row : row + tokens, column : column + HEADS.columns]
+        tables = angles(tokens)
+        with torch.set_grad_enabled(gradients):
+            expected = [
+                x.clone() for x in ops.packed_qkv_rope(rows, tables.cos(), tables.sin(), *HEADS.counts())
+            ]
+            got = compiled(rows, tables.cos(), tables.sin())
+        for a, b in zip(got, expected, strict=True):
+            torch.testing.assert_close(a, b)
+        if in_place:
+            starts = (0, HEADS.q * HEADS.width, (HEADS.q + HEADS.kv) * HEADS.width)
+            places = [x.storage_offset() - rows.storage_offset() for x in got]
+            assert places == list(starts)

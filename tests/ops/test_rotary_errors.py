@@ -61,6 +61,14 @@ WRONG = [
     ({"k_norm": NORM.long()}, "k_norm must be a floating-point vector"),
     ({"eps": -1e-6}, "eps must be zero or positive and finite, got -1e-06"),
     ({"eps": float("nan")}, "eps must be zero or positive"),
+    ({"eps": 10**400}, "eps must be zero or positive"),
+    ({"eps": None}, "eps must be a Python number, got NoneType"),
+    ({"eps": "1"}, "eps must be a Python number, got str"),
+    ({"eps": True}, "eps must be a Python number, got bool"),
+    ({"eps": torch.tensor(1e-6)}, "eps must be a Python number, got Tensor; reading it would synchronise"),
+    ({"interleaved": "no"}, "interleaved must be True or False, got str"),
+    ({"interleaved": None}, "interleaved must be True or False, got NoneType"),
+    ({"interleaved": 1}, "interleaved must be True or False, got int"),
     ({"cos": COMPLEX}, "a complex table holds cosine and sine, so sin must be None"),
     ({"sin": COMPLEX}, "a complex table is passed as cos"),
     ({"cos": COMPLEX, "sin": None}, r"rotates adjacent pairs: pass interleaved=True, or.*table\.real"),
@@ -174,3 +182,9 @@ def test_the_gradient_free_ops_refuse_to_drop_a_gradient(name, which):
         op(*values, *HEADS.counts(), False, 1e-6)
     with torch.no_grad():
         op(*values, *HEADS.counts(), False, 1e-6)
+
+
+def test_whether_v_is_copied_is_a_flag():
+    with pytest.raises(ops.ArgumentError, match="copy_v must be True or False, got str"):
+        ops.packed_qkv_rope(**arguments(copy_v="no"))
+    good()

@@ -45,6 +45,7 @@ def pretend_gpu(
 ) -> None:
     """Answer as on a GPU of that compute capability, an H200 by default, with torch's flash attention."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
     monkeypatch.setattr(torch.version, "hip", hip)
 
