@@ -149,7 +149,7 @@ def main() -> None:
     usable = {report.name for report in ops.explain_backends(device=device, dtype=dtype) if report.usable}
     unusable = sorted(set(options.only or ()) - usable)
     if unusable:
-        raise SystemExit(f"not usable here: {', '.join(unusable)}; mmgraph doctor says why")
+        raise SystemExit(f"no backend, or not usable here: {', '.join(unusable)}; see mmgraph doctor")
     if options.only is not None and (options.out is None or not options.out.exists()):
         raise SystemExit("--only adds to a table: measure all backends first, without it")
     rows = (6, 8) if options.smoke else ROWS

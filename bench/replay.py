@@ -102,6 +102,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--smoke", action="store_true", help="few kernels; runs on a CPU too")
     arguments = parser.parse_args()
+    if not arguments.smoke and not torch.cuda.is_available():
+        raise SystemExit("this benchmark needs a GPU; --smoke tries it on a CPU")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     counts = (1, 10) if arguments.smoke else (1, 10, 100, 1000)
     table = [measure(kernels, device, compiled=not arguments.smoke) for kernels in counts]

@@ -220,6 +220,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", default=PARTS, help=f"some of {', '.join(PARTS)}")
     parts = parser.parse_args().parts
+    if not torch.cuda.is_available():
+        raise SystemExit("this needs a GPU")
     ops.prepare_device("cuda")
     for part in parts:
         if part == "assembly":

@@ -70,7 +70,13 @@ def attention(data: dict[str, Any]) -> str:
         return "" if row is None else format(row[key], form)
 
     times = markdown(
-        ("sequences x length, heads, width", *(f"{n} ms" for n in names), "no name: ms", "chosen", "TFLOP/s"),
+        (
+            "sequences x length, heads, width",
+            *(f"{n} ms" for n in names),
+            "no name: ms",
+            "chosen",
+            "its TFLOP/s",
+        ),
         [
             (
                 shape,

@@ -73,7 +73,7 @@ def refuse_gradients(op: str, remedy: str, *tensors: torch.Tensor) -> None:
     if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
         raise GradientError(
             f"{op} has no gradient but was given a tensor that requires one: {remedy} (What was traced or exported "
-            "without gradients must run without: under torch.no_grad().)"
+            "without gradients must run without: under torch.no_grad(). Under torch.vmap, loop, or detach.)"
         )
 
 
