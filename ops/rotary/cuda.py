@@ -165,7 +165,7 @@ def backward(
     # One reduction for both; the row of a weight that isn't there was never written, and is dropped.
     weights = (rotation.q_norm, rotation.k_norm)
     q_sum, k_sum = (
-        None if weight is None else part.to(weight.dtype)
+        None if weight is None else part.to(weight.dtype, copy=True)  # outputs of an op share no memory
         for weight, part in zip(weights, sums.sum(1).unbind(0), strict=True)
     )
     return q_sum, k_sum
