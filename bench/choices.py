@@ -1,10 +1,13 @@
-"""Which attention backend is the fastest for which shape? This makes the table that ``varlen_attention`` chooses by.
+"""Which attention backend is the fastest for which shape? This measures what ``varlen_attention`` chooses by.
 
 Every usable backend runs over a grid of shapes per kind of call: the class of widths, causal or not, grouped or not.
-The axes are those of ``mmgraph.ops.attention.choice_table``. Run it with all packages installed; a later run of some
-backends (``--only``) takes the others' times from the table there is.
+The axes are the mean length, the longest over it, and rows times heads, as base-2 logarithms. Lengths of a grid are
+powers of two, which kernels like; so with ``--drawn`` there are shapes of any lengths beside it, drawn from a seed.
+Run it with all packages installed; a later run of some backends (``--only``) takes the others' times from the table
+there is. ``bench/fit_choices.py`` then fits the coefficients that the library reads.
 
     PYTHONPATH=. python bench/choices.py --out mmgraph/ops/attention/choices/sm90.json
+    PYTHONPATH=. python bench/choices.py --out mmgraph/ops/attention/choices/sm90.json --widths --drawn 130
 """
 
 import argparse
@@ -18,10 +21,9 @@ from typing import Any
 
 import torch
 from measure import environment
-from shapes import Call, spread
+from shapes import DRAWN_WIDTHS, Call, draw_call, spread
 
 from mmgraph import ops
-from mmgraph.ops.attention import choice_table
 from mmgraph.ops.attention.choice_table import WIDTHS
 from mmgraph.ops.attention.measured import hold
 
@@ -34,6 +36,8 @@ MEANS = (4, 5, 6, 7, 8, 9, 10, 12, 14)
 RATIOS = (0, 1, 3)
 ROWS = (14, 16, 18, 20)
 MOST_FLOPS = 2.5e12
+# Not the seed of bench/regret.py, whose shapes say how good the choice is.
+DRAWN_SEED = 1
 
 
 def points(rows: tuple[int, ...] = ROWS) -> list[tuple[int, int, int]]:
@@ -116,6 +120,27 @@ def measure(call: Call, names: list[str] | None, device: torch.device, clock: Cl
     return found
 
 
+def draw(count: int, smoke: bool, device: torch.device, clock: Clock) -> list[dict[str, Any]]:
+    """Drawn shapes with the microseconds of each usable backend."""
+    random_one = random.Random(DRAWN_SEED)
+    widths = (*DRAWN_WIDTHS, 32, 256)
+    found: list[dict[str, Any]] = []
+    with torch.inference_mode():
+        while len(found) < count:
+            call = draw_call(random_one, 64 if smoke else 1 << 16, widths)
+            if call.flops() > 4e12:
+                continue
+            shape = {"tokens": call.tokens, "batch": len(call.lengths), "longest": call.longest}
+            shape |= {
+                "heads": call.heads,
+                "kv_heads": call.kv_heads,
+                "width": call.width,
+                "causal": call.causal,
+            }
+            found.append({**shape, "microseconds": measure(call, None, device, clock)})
+    return found
+
+
 def wanted(columns: dict[str, list[float | None]], place: int, below: float | None) -> bool:
     """Whether a point is to be measured: all are, or those where a backend took less than ``below`` microseconds."""
     known = [time_us for column in columns.values() if (time_us := column[place]) is not None]
@@ -134,6 +159,7 @@ def main() -> None:
     parser.add_argument(
         "--widths", type=int, nargs="*", default=list(WIDTHS), help="only these classes of widths"
     )
+    parser.add_argument("--drawn", type=int, help="measure so many drawn shapes, too")
     parser.add_argument(
         "--smoke", action="store_true", help="a few tiny shapes, on a CPU where there is no GPU"
     )
@@ -157,7 +183,6 @@ def main() -> None:
     old: dict[tuple[Any, ...], dict[str, Any]] = {}
     if options.out is not None and options.out.exists():
         table = json.loads(options.out.read_text())
-        choice_table.parse(table)
         if any(one["axes"] != [list(MEANS), list(RATIOS), list(rows)] for one in table["kinds"]):
             raise SystemExit(f"{options.out} has another grid: make it anew under another name")
         old = {(one["width"], one["causal"], one["grouped"]): one for one in table["kinds"]}
@@ -167,6 +192,9 @@ def main() -> None:
         if not grouped or width in GROUPED
     ]
     made = []
+    drawn = [] if not old else list(table.get("drawn", []))
+    if options.drawn:
+        drawn = draw(options.drawn, options.smoke, device, clock)
     with torch.inference_mode():
         for kind in kinds:
             width, causal, grouped = kind
@@ -196,33 +224,35 @@ def main() -> None:
             )
             print(f"{kind}: {time.perf_counter() - start:.1f} s", flush=True)
             if options.out is not None:
-                write(
-                    options.out,
-                    {
-                        "environment": environment(device),
-                        "kinds": made
-                        + [
-                            one
-                            for key, one in old.items()
-                            if key in kinds and kinds.index(key) > kinds.index(kind)
-                        ],
-                    },
-                )
+                later = [
+                    one for key, one in old.items() if key in kinds and kinds.index(key) > kinds.index(kind)
+                ]
+                write(options.out, {"environment": environment(device), "kinds": made + later, "drawn": drawn})
+    if options.out is not None:
+        write(options.out, {"environment": environment(device), "kinds": made, "drawn": drawn})
 
 
 def write(path: Path, table: dict[str, Any]) -> None:
-    """Write the table, one line per column, so that a difference can be read."""
+    """Write the table, one line per column, so that a difference can be read; what was fitted is left out."""
     path.parent.mkdir(parents=True, exist_ok=True)
     kinds = []
     for one in table["kinds"]:
         head = {key: value for key, value in one.items() if key != "microseconds"}
         columns = ",\n".join(f'   "{n}": {json.dumps(c)}' for n, c in sorted(one["microseconds"].items()))
         kinds.append(f'  {json.dumps(head)[:-1]}, "microseconds": {{\n{columns}\n  }}}}')
-    body = ",\n".join(kinds)
-    made = f'{{"environment": {json.dumps(table["environment"])},\n "kinds": [\n{body}\n ]}}\n'
+    parts = [f'{{"environment": {json.dumps(table["environment"])}', list_of("kinds", kinds)]
+    parts.append(list_of("drawn", [f"  {json.dumps(one)}" for one in table.get("drawn", [])]))
+    if "model" in table:
+        costs = [f"  {json.dumps(one)}" for one in table["model"]["costs"]]
+        head = {key: value for key, value in table["model"].items() if key != "costs"}
+        parts.append(f' "model": {json.dumps(head)[:-1]},{list_of("costs", costs)}}}')
     part = path.with_suffix(".part")
-    part.write_text(made)
+    part.write_text(",\n".join(parts) + "}\n")
     part.replace(path)  # whole, or not at all
+
+
+def list_of(name: str, lines: list[str]) -> str:
+    return f' "{name}": [\n' + ",\n".join(lines) + "\n ]"
 
 
 if __name__ == "__main__":

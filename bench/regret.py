@@ -5,10 +5,15 @@ windows, one long among short ones). Each usable backend runs on each, and so do
 is the time of the chosen backend over that of the fastest.
 
     PYTHONPATH=. python bench/regret.py --out bench/results/h200/regret.json
+    PYTHONPATH=. python bench/regret.py --again bench/results/h200/regret.json    # another table, the same times
+
+With ``--again`` nothing is measured: the table of choices that there is now chooses among a file's times.
 """
 
 import argparse
 import functools
+import json
+import math
 import random
 from pathlib import Path
 from typing import Any
@@ -16,29 +21,11 @@ from typing import Any
 import torch
 from choices import Clock
 from measure import environment, show, write
-from shapes import Call, spread
+from shapes import Call, draw_call
 
 from mmgraph import ops
-
-WIDTHS = (64, 72, 80, 96, 128)
-SORTS = ("equal", "ragged", "windows", "one long")
-
-
-def draw_call(draw: random.Random, most: int) -> Call:
-    """A call of at most about ``most`` rows."""
-    sort = draw.choice(SORTS)
-    width = draw.choice(WIDTHS)
-    causal = width in (64, 128) and draw.random() < 0.4
-    heads = draw.choice((8, 12, 16, 32))
-    group = draw.choice((1, 1, 1, 4)) if width in (64, 128) else 1
-    tokens = int(2 ** draw.uniform(min(9, most.bit_length() - 2), most.bit_length() - 1))
-    if sort == "windows":
-        lengths = tuple(draw.choice((64, 64, 64, 64, 16, 32, 48)) for _ in range(max(1, tokens // 64)))
-    else:
-        batch = max(1, int(2 ** draw.uniform(0, min(8, tokens.bit_length() - 6))))
-        ratio = {"equal": 1.0, "ragged": draw.uniform(1.2, 2.0), "one long": draw.uniform(3.0, 10.0)}[sort]
-        lengths = spread(tokens, batch, ratio, draw)
-    return Call(lengths, heads, heads // group, width, causal)
+from mmgraph.ops.attention import choice_table, order
+from mmgraph.ops.attention.registry import Traits
 
 
 def measure(call: Call, device: torch.device, clock: Clock) -> dict[str, Any]:
@@ -76,6 +63,50 @@ def measure(call: Call, device: torch.device, clock: Clock) -> dict[str, Any]:
     }
 
 
+def choose_again(row: dict[str, Any], table: choice_table.Table) -> dict[str, Any]:
+    """A measured row with what the table chooses of it now; the unnamed call wasn't made."""
+    heads, kv_heads = map(int, row["heads"].split("/"))
+    device = torch.device("cuda", 0)
+    traits = Traits(device, torch.bfloat16, row["width"], row["width"], heads, kv_heads, row["causal"])
+    shape = order.rounded_shape(row["tokens"], row["batch"], row["longest"], traits)
+    if shape is None:
+        raise SystemExit("a measured call has no row")
+    costs = order.table_times(table, traits, shape)
+    chosen = min(row["ms"], key=lambda name: costs.get(name, math.inf))
+    kept = {key: value for key, value in row.items() if key != "regret of the unnamed call"}
+    return kept | {"chosen": chosen, "regret": row["ms"][chosen] / row["ms"][row["best"]] - 1}
+
+
+def summary_of(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    summary = []
+    for name in ("regret", "regret of the unnamed call"):
+        if name not in rows[0]:
+            continue
+        values = sorted(row[name] for row in rows)
+        at = {part: values[min(len(values) - 1, int(len(values) * part / 100))] for part in (90, 95)}
+        summary.append(
+            {
+                "what": name,
+                "shapes": len(values),
+                "median": values[len(values) // 2],
+                "mean": sum(values) / len(values),
+                "90th percentile": at[90],
+                "95th percentile": at[95],
+                "worst": values[-1],
+            }
+        )
+    return summary
+
+
+def report(path: Path | None, rows: list[dict[str, Any]], seed: int, where: dict[str, Any]) -> None:
+    summary = summary_of(rows)
+    show("Regret", summary)
+    worst = sorted(rows, key=lambda row: -row["regret"])[:8]
+    show("Worst", [{key: value for key, value in row.items() if key != "ms"} for row in worst])
+    found = {"benchmark": "regret", "environment": where, "seed": seed, "summary": summary, "rows": rows}
+    write(path, found)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="write the results here as JSON")
@@ -84,7 +115,16 @@ def main() -> None:
     parser.add_argument(
         "--smoke", action="store_true", help="three tiny shapes, on a CPU where there is no GPU"
     )
+    parser.add_argument("--again", type=Path, help="choose anew among this file's times, and write it")
     options = parser.parse_args()
+    if options.again is not None:
+        measured = json.loads(options.again.read_text())
+        table = choice_table.load(*measured["environment"]["capability"])
+        if table is None:
+            raise SystemExit("there is no table for the GPU that this was measured on")
+        rows_again = [choose_again(row, table) for row in measured["rows"]]
+        report(options.again, rows_again, measured["seed"], measured["environment"])
+        return
     if not options.smoke and not torch.cuda.is_available():
         raise SystemExit("this benchmark needs a GPU; --smoke tries it on a CPU")
     device = (
@@ -99,31 +139,7 @@ def main() -> None:
             call = draw_call(draw, most)
             if call.flops() <= 4e12:
                 rows.append(measure(call, device, clock))
-    summary = []
-    for name in ("regret", "regret of the unnamed call"):
-        values = sorted(row[name] for row in rows)
-        summary.append(
-            {
-                "what": name,
-                "shapes": len(values),
-                "median": values[len(values) // 2],
-                "95th percentile": values[min(len(values) - 1, int(len(values) * 0.95))],
-                "worst": values[-1],
-            }
-        )
-    show("Regret", summary)
-    worst = sorted(rows, key=lambda row: -row["regret"])[:8]
-    show("Worst", [{key: value for key, value in row.items() if key != "ms"} for row in worst])
-    write(
-        options.out,
-        {
-            "benchmark": "regret",
-            "environment": environment(device),
-            "seed": options.seed,
-            "summary": summary,
-            "rows": rows,
-        },
-    )
+    report(options.out, rows, options.seed, environment(device))
 
 
 if __name__ == "__main__":

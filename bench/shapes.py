@@ -69,3 +69,24 @@ def spread(tokens: int, batch: int, ratio: float, draw: random.Random) -> tuple[
     ends = [round(x) for x in itertools.accumulate(lengths)]
     ends[-1] = tokens
     return tuple(b - a for a, b in itertools.pairwise([0, *ends]))
+
+
+DRAWN_WIDTHS = (64, 72, 80, 96, 128)
+SORTS = ("equal", "ragged", "windows", "one long")
+
+
+def draw_call(draw: random.Random, most: int, widths: tuple[int, ...] = DRAWN_WIDTHS) -> Call:
+    """A call of at most about ``most`` rows, of one of the widths."""
+    sort = draw.choice(SORTS)
+    width = draw.choice(widths)
+    causal = width in (64, 128) and draw.random() < 0.4
+    heads = draw.choice((8, 12, 16, 32))
+    group = draw.choice((1, 1, 1, 4)) if width in (64, 128) else 1
+    tokens = int(2 ** draw.uniform(min(9, most.bit_length() - 2), most.bit_length() - 1))
+    if sort == "windows":
+        lengths = tuple(draw.choice((64, 64, 64, 64, 16, 32, 48)) for _ in range(max(1, tokens // 64)))
+    else:
+        batch = max(1, int(2 ** draw.uniform(0, min(8, tokens.bit_length() - 6))))
+        ratio = {"equal": 1.0, "ragged": draw.uniform(1.2, 2.0), "one long": draw.uniform(3.0, 10.0)}[sort]
+        lengths = spread(tokens, batch, ratio, draw)
+    return Call(lengths, heads, heads // group, width, causal)

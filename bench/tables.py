@@ -108,7 +108,7 @@ def attention(data: dict[str, Any]) -> str:
 
 
 def regret(data: dict[str, Any]) -> str:
-    names = ("median", "95th percentile", "worst")
+    names = ("median", "mean", "90th percentile", "95th percentile", "worst")
     rows = [(r["what"], str(r["shapes"]), *(f"{r[n]:.1%}" for n in names)) for r in data["summary"]]
     return _where(data) + markdown(("slower than the fastest backend", "shapes", *names), rows)
 

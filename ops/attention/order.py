@@ -1,20 +1,20 @@
 """Which usable backend serves a call that names none: the fastest by the measurements of this architecture.
 
-Only real integers reach it (it runs inside the op), so that a compiled graph holds no threshold. Shapes are rounded to
-classes, quarter octaves of mean and longest length and half octaves of rows, and each class is decided once.
+Only real integers reach it (it runs inside the op), so that a compiled graph holds no threshold. Sizes are rounded up
+to five bits, and each class of shapes is decided once.
 
 Where an architecture wasn't measured, and for backends that weren't, a fixed order holds: on Hopper fa3, then fa4; on
 compute capability 10.x fa4; on other NVIDIA GPUs fa2, and triton for windows; on others triton; on a CPU the reference.
 """
 
 import logging
-import math
 from functools import lru_cache
 
 import torch
 
 from mmgraph.ops import checks
 from mmgraph.ops.attention import choice_table, settings
+from mmgraph.ops.attention.choice_model import EQUAL, Shape, microseconds
 from mmgraph.ops.attention.registry import AttentionBackend, BackendReport, Traits, reports, usable_backends
 from mmgraph.ops.attention.registry import require_backend as _require
 from mmgraph.ops.attention.triton_backend import WINDOW
@@ -23,7 +23,6 @@ from mmgraph.ops.errors import ArgumentError, OpError
 _OP = "select_backend, explain_backends"
 _log = logging.getLogger("mmgraph.ops.attention")
 
-_EDGE = math.log2(WINDOW)  # where the Triton backend changes kernels
 _HOPPER = ("fa3", "fa4", "fa2", "flashinfer_cudnn", "torch", "triton", "reference")
 _BLACKWELL = ("fa4", "flashinfer_cudnn", "fa2", "torch", "triton", "reference")
 _OTHER_NVIDIA = ("fa2", "torch", "triton", "flashinfer_cudnn", "reference")
@@ -60,26 +59,39 @@ def rank(traits: Traits, tokens: int, batch: int, max_seqlen: int) -> tuple[Atte
         BrokenBackend: A package is installed and can't be imported.
         UnusableBackend: No backend can serve the call.
     """
+    return _decide(traits, rounded_shape(tokens, batch, max_seqlen, traits))
+
+
+def rounded_shape(tokens: int, batch: int, max_seqlen: int, traits: Traits) -> Shape | None:
+    """The class of a shape, with sizes rounded up to five bits; None for a call without a row.
+
+    Rounded so, a length stays on its side of a tile's border.
+    """
     if tokens <= 0 or batch <= 0 or max_seqlen <= 0:
-        return _decide(traits, 0, 0, 0, True)
-    mean, ratio, rows = choice_table.place_of(tokens, batch, max_seqlen, traits.heads)
-    is_window = min(max_seqlen, tokens) <= WINDOW
-    return _decide(traits, round(4 * mean), round(4 * ratio), round(2 * rows), is_window)
+        return None
+    longest = min(max(max_seqlen, -(-tokens // batch)), tokens)
+    batch = min(batch, tokens)
+    is_even = longest * batch <= EQUAL * tokens
+    rows, sequences, longest = _five_bits(tokens), _five_bits(batch), _five_bits(longest)
+    if is_even:  # and stays so
+        rows = sequences * longest
+    return Shape(rows, sequences, longest, traits.heads, traits.causal)
+
+
+def _five_bits(count: int) -> int:
+    shift = max(0, count.bit_length() - 5)
+    return ((count + (1 << shift) - 1) >> shift) << shift
 
 
 @lru_cache(maxsize=16384)
-def _decide(traits: Traits, mean: int, ratio: int, rows: int, is_window: bool) -> tuple[AttentionBackend, ...]:
-    """The order for a class of shapes: logarithms in quarters, quarters and halves of an octave."""
+def _decide(traits: Traits, shape: Shape | None) -> tuple[AttentionBackend, ...]:
+    """The order for a class of shapes."""
     usable = usable_backends(traits)
     capability = _capability(traits.device)
-    # Rounding must not carry a shape over the edge.
-    longest = min((mean + ratio) / 4, _EDGE) if is_window else max((mean + ratio) / 4, _EDGE + 1 / 8)
-    place = (mean / 4, max(longest - mean / 4, 0.0), rows / 2)
-    grids = choice_table.load(*capability) if capability is not None else {}
-    kind = choice_table.kind_of(traits.head_dim, traits.v_dim, traits.causal, traits.kv_heads != traits.heads)
-    measured = choice_table.nearest_kind(grids, kind)
-    times = {} if measured is None else choice_table.estimate(grids[measured], place, usable, _EDGE)
-    others = unmeasured_order(capability, WINDOW if is_window else WINDOW + 1)
+    table = choice_table.load(*capability) if capability is not None else None
+    times = {} if table is None or shape is None else table_times(table, traits, shape)
+    times = {name: time for name, time in times.items() if name in usable}
+    others = unmeasured_order(capability, 0 if shape is None else shape.longest)
     names = [*sorted(times, key=lambda name: times[name]), *(name for name in others if name not in times)]
     names += [name for name in usable if name not in names]
     if "reference" not in times:  # behind every other one, those that no order lists included
@@ -92,8 +104,21 @@ def _decide(traits: Traits, mean: int, ratio: int, rows: int, is_window: bool) -
             "%s. explain_backends says why; backend='reference' asks for it without this warning.",
             traits,
         )
-    _log.debug("varlen_attention: %s for %s at %s, measured: %s", ranked[0].name, traits, place, times)
+    _log.debug(
+        "varlen_attention: %s for %s, %s; by the table: %s microseconds", ranked[0].name, traits, shape, times
+    )
     return tuple(ranked)
+
+
+def table_times(table: choice_table.Table, traits: Traits, shape: Shape) -> dict[str, float]:
+    """The measured backends' microseconds for such a call."""
+    kind = choice_table.kind_of(traits.head_dim, traits.v_dim, traits.causal, traits.kv_heads != traits.heads)
+    nearest = choice_table.nearest_kind(table.kinds, kind)
+    if nearest is None:
+        return {}
+    costs = table.kinds[nearest]
+    found = costs.of_any | costs.of_windows if shape.longest <= WINDOW else costs.of_any
+    return {name: microseconds(cost, shape, table.processors) for name, cost in found.items()}
 
 
 def forget_choices() -> None:

@@ -35,13 +35,25 @@ def test_a_smoke_run_of_the_choices_writes_a_table_that_is_read(tmp_path, pytest
     path = os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])
     command = [sys.executable, str(root / "bench" / "choices.py"), "--smoke", "--out", str(out)]
     environment = {**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    for more in ([], ["--only", "reference", "--below", "1e9"]):  # anew, and then some of it again
+    for more in (
+        ["--drawn", "40"],
+        ["--only", "reference", "--below", "1e9"],
+    ):  # anew, and then some of it again
         done = subprocess.run([*command, *more], env=environment, capture_output=True, text=True, timeout=200)
         assert done.returncode == 0, done.stdout + done.stderr
-    grids = choice_table.parse(json.loads(out.read_text()))
-    assert {kind.width for kind in grids} == set(choice_table.WIDTHS)
-    measured = [time for grid in grids.values() for time in grid.times["reference"] if time is not None]
-    assert len(measured) >= len(grids)
+    measured = json.loads(out.read_text())
+    assert {kind["width"] for kind in measured["kinds"]} == set(choice_table.WIDTHS)
+    assert len(measured["drawn"]) == 40
+    assert all(one["microseconds"]["reference"] > 0 for one in measured["drawn"])
+    fit = [sys.executable, str(root / "bench" / "fit_choices.py"), str(out), "--processors", "2"]
+    done = subprocess.run(fit, env=environment, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stdout + done.stderr
+    fitted = json.loads(out.read_text())
+    assert {key: fitted[key] for key in measured} == measured  # nothing measured is lost
+    table = choice_table.parse(fitted)
+    assert table.processors == 2
+    assert table.kinds
+    assert all(set(costs.of_any) == {"reference"} for costs in table.kinds.values())
 
 
 def test_drawn_lengths_are_lengths(pytestconfig):

@@ -98,7 +98,9 @@ def in_place_form(x: torch.Tensor) -> torch.Tensor:
 
 
 def in_place_norm(x: torch.Tensor) -> torch.Tensor:
-    q, *_ = ops.packed_qkv_rope_(torch.arange(6.0, dtype=torch.float64)[None], None, None, 1, 1, 2, q_norm=x[0, :2])
+    q, *_ = ops.packed_qkv_rope_(
+        torch.arange(6.0, dtype=torch.float64)[None], None, None, 1, 1, 2, q_norm=x[0, :2]
+    )
     return q.sum()
 
 
