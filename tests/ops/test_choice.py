@@ -7,6 +7,7 @@ import random
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -16,7 +17,8 @@ from hypothesis import strategies as st
 
 from mmgraph import ops
 from mmgraph.ops.attention import choice_table, dispatch, measured, order, registry, settings
-from mmgraph.ops.attention.choice_table import Grid, Kind, estimate, kind_of, nearest_kind, place_of
+from mmgraph.ops.attention.choice_model import EQUAL, Cost, Shape, features, lengths_like, microseconds
+from mmgraph.ops.attention.choice_table import Costs, Kind, Table, kind_of, nearest_kind
 from mmgraph.ops.attention.registry import AttentionBackend, Traits, backend_names
 
 GPU = Traits(torch.device("cuda", 0), torch.bfloat16, 80, 80, 16, 16)
@@ -44,79 +46,97 @@ def fresh():
 def gpu(monkeypatch):
     """A GPU of capability 9.0 on which the named backends are usable, without one."""
 
-    def make(names, capability=(9, 0), grids=None):
+    def make(names, capability=(9, 0), table=None, load=False):
         records = {n: AttentionBackend(n, lambda *a: None, lambda traits: None, True) for n in names}
         monkeypatch.setattr(order, "usable_backends", lambda traits: records)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
-        if grids is not None:
-            monkeypatch.setattr(choice_table, "load", lambda major, minor: grids)
+        if load or table is not None:
+            monkeypatch.setattr(choice_table, "load", lambda major, minor: table)
 
     return make
 
 
-def grid_of(**times):
-    """A grid with two places on each axis, whose times are given as functions of the place."""
-    axes = ((2.0, 8.0), (0.0, 3.0), (10.0, 20.0))
-    points = list(product(*axes))
-    return Grid(axes, {name: tuple(f(*point) for point in points) for name, f in times.items()})
+def cost(**coefficients):
+    """A cost with 128 queries to a tile, 64 keys at a time and one program; coefficients that aren't named are zero."""
+    names = ("work", "rows", "chain", "sequences", "start", "elements")
+    given = {name: float(coefficients.pop(name, 0)) for name in names}
+    return Cost(**({"queries": 128, "keys": 64, "programs": 1} | coefficients), **given)
+
+
+def table_of(windows=None, **costs):
+    """A table that knows calls of width 96 or less."""
+    return Table(132, {Kind(96, False, False): Costs(costs, windows or {})})
+
+
+# The formula.
+
+SHAPES = st.builds(
+    Shape,
+    tokens=st.integers(1, 1 << 17),
+    batch=st.integers(1, 1 << 12),
+    longest=st.integers(1, 1 << 17),
+    heads=st.integers(1, 64),
+    causal=st.booleans(),
+).map(
+    lambda s: replace(
+        s, batch=min(s.batch, s.tokens), longest=max(min(s.longest, s.tokens), -(-s.tokens // s.batch))
+    )
+)
+
+
+@given(SHAPES)
+def test_lengths_add_up_to_what_is_known(shape):
+    groups = lengths_like(shape.tokens, shape.batch, shape.longest)
+    assert sum(count for count, _, _ in groups) == pytest.approx(shape.batch)
+    assert all(count >= 0 and length >= 0 for count, length, _ in groups)
+    rows = sum(count * length for count, length, _ in groups)
+    assert shape.tokens * (1 - 1e-9) <= rows <= shape.tokens * EQUAL + shape.batch
+    assert max(length for count, length, _ in groups if count) <= shape.longest + 1
+
+
+def test_equal_lengths_fill_their_tiles_up():
+    def pairs(length):
+        return features(128, 64, 1, Shape(10 * length, 10, length, 1, False), 132)[0]
+
+    for length, tall, wide in (
+        (1, 128, 64),
+        (64, 128, 64),
+        (65, 128, 128),
+        (128, 128, 128),
+        (129, 256, 192),
+        (137, 256, 192),
+    ):
+        assert pairs(length) == 10 * tall * wide
+    whole = features(128, 64, 1, Shape(2560, 10, 256, 1, False), 132)[0]
+    half = features(128, 64, 1, Shape(2560, 10, 256, 1, True), 132)[0]
+    assert half == whole / 2 + 2560 * 32
+
+
+def test_tiles_beyond_the_programs_at_once_take_further_turns():
+    def way(sequences, programs=1, processors=132):
+        return features(128, 64, programs, Shape(sequences * 128, sequences, 128, 1, False), processors)[2]
+
+    assert way(1) == way(132) == 128
+    assert way(133) == way(264) == 256
+    assert way(265) == 384
+    assert way(264, programs=2) == way(264, processors=264) == 128
+
+
+@given(SHAPES, st.integers(0, 10**6))
+def test_times_are_the_start_and_the_larger_of_work_and_way(shape, seed):
+    draw = random.Random(seed)
+    names = ("work", "rows", "chain", "sequences", "start", "elements")
+    one = cost(**{name: 10 ** draw.uniform(-7, 1) for name in names})
+    time = microseconds(one, shape, 132)
+    alone = {name: microseconds(cost(**{name: getattr(one, name)}), shape, 132) for name in names}
+    work = sum(alone[name] for name in names if name not in ("start", "chain"))
+    larger = max(work, alone["chain"])
+    assert one.start + larger <= time * (1 + 1e-9)
+    assert time <= one.start + 2**0.25 * larger * (1 + 1e-9)
+    assert microseconds(one, replace(shape, heads=2 * shape.heads), 132) >= time
 
 
 # The table.
-
-
-@given(st.floats(-5, 30), st.floats(-1, 9), st.floats(0, 40))
-def test_estimates_interpolate_planes_exactly_and_hold_at_the_edges(mean, ratio, rows):
-    grid = grid_of(a=lambda x, y, z: 2 * x - y + 3 * z)
-    inside = (min(max(mean, 2), 8), min(max(ratio, 0), 3), min(max(rows, 10), 20))
-    expected = 2 * inside[0] - inside[1] + 3 * inside[2]
-    assert estimate(grid, (mean, ratio, rows), ["a"]) == {"a": pytest.approx(expected)}
-
-
-def test_backends_are_compared_at_points_that_all_of_them_have():
-    grid = Grid(
-        ((0.0, 1.0, 2.0), (0.0,), (0.0,)), {"a": (5.0, None, None), "b": (1.0, 9.0, None), "c": (None,) * 3}
-    )
-    assert estimate(grid, (0.9, 0, 0), ["a"]) == {"a": 5.0}
-    assert estimate(grid, (0.9, 0, 0), ["b"]) == {"b": pytest.approx(8.2)}
-    assert estimate(grid, (0.9, 0, 0), ["a", "b", "c", "d"]) == {"a": 5.0, "b": 1.0}
-    assert estimate(grid, (9, 0, 0), ["b"]) == {"b": 9.0}  # the nearest point that was measured
-    assert estimate(grid, (9, 0, 0), ["a", "b"]) == {"a": 5.0, "b": 1.0}
-    assert estimate(grid, (0, 0, 0), ["c", "d"]) == {}
-
-
-def test_points_beyond_an_edge_say_nothing_about_a_place_before_it():
-    grid = Grid(((4.0, 8.0), (0.0,), (10.0,)), {"a": (1.0, 9.0)})
-    assert estimate(grid, (6, 0, 10), ["a"]) == {"a": 5.0}
-    assert estimate(grid, (6, 0, 10), ["a"], 6.0) == {"a": 1.0}
-    assert estimate(grid, (6.1, 0, 10), ["a"], 6.0) == {"a": 9.0}
-    assert estimate(grid, (5, 2, 10), ["a"], 6.0) == {"a": 9.0}  # the longest sequence is beyond it
-    assert estimate(grid, (9, 0, 10), ["a"], 12.0) == {"a": 9.0}
-    assert estimate(grid, (3, 0, 10), ["a"], 2.0) == {"a": 1.0}
-
-
-def test_a_window_is_compared_with_windows(gpu):
-    quick_windows = Grid(
-        ((4.0, 6.0, 10.0), (0.0,), (10.0,)), {"triton": (1.0, 1.0, 9.0), "fa2": (4.0, 4.0, 5.0)}
-    )
-    gpu(["fa2", "triton"], grids={Kind(96, False, False): quick_windows})
-    for longest, name in (
-        (16, "triton"),
-        (63, "triton"),
-        (64, "triton"),
-        (65, "fa2"),
-        (80, "fa2"),
-        (1024, "fa2"),
-    ):
-        assert order.rank(GPU, longest * 16, 16, longest)[0].name == name, longest
-
-
-@given(st.integers(1, 1 << 20), st.integers(1, 1 << 12), st.integers(1, 1 << 20), st.integers(1, 64))
-def test_places_are_of_mean_longest_and_rows(tokens, batch, longest, heads):
-    mean, ratio, rows = place_of(tokens, batch, longest, heads)
-    assert 2**mean == pytest.approx(tokens / min(batch, tokens))
-    assert ratio >= 0
-    assert 2 ** (mean + ratio) == pytest.approx(max(min(longest, tokens), tokens / min(batch, tokens)))
-    assert rows == pytest.approx(math.log2(tokens * heads))
 
 
 @given(st.integers(1, 256), st.integers(1, 256), st.booleans(), st.booleans())
@@ -128,69 +148,116 @@ def test_a_kind_is_the_class_of_the_larger_width(head_dim, v_dim, causal, groupe
 
 
 def test_what_stands_for_a_kind_that_was_not_measured():
-    empty = Grid(((0.0,), (0.0,), (0.0,)), {})
-    grids = dict.fromkeys((Kind(64, False, False), Kind(128, False, True), Kind(128, True, False)), empty)
+    grids = {Kind(64, False, False), Kind(128, False, True), Kind(128, True, False)}
     assert nearest_kind(grids, Kind(64, False, False)) == Kind(64, False, False)
     assert nearest_kind(grids, Kind(64, False, True)) == Kind(64, False, False)
     assert nearest_kind(grids, Kind(96, False, False)) == Kind(64, False, False)
     assert nearest_kind(grids, Kind(256, True, True)) == Kind(128, True, False)
     assert nearest_kind(grids, Kind(32, False, False)) == Kind(64, False, False)
-    assert nearest_kind({}, Kind(64, False, False)) is None
+    assert nearest_kind([], Kind(64, False, False)) is None
 
 
 @pytest.mark.parametrize("path", sorted(choice_table.FOLDER.glob("*.json")), ids=lambda path: path.stem)
 def test_the_committed_tables_are_whole(path):
     major, minor = path.stem.removeprefix("sm")[:-1], path.stem[-1]
-    grids = choice_table.load(int(major), int(minor))
+    table = choice_table.load(int(major), int(minor))
     for width, causal in product(choice_table.WIDTHS, (False, True)):
-        grid = grids[Kind(width, causal, False)]
-        assert all(list(axis) == sorted(set(axis)) for axis in grid.axes)
-        points = math.prod(len(axis) for axis in grid.axes)
-        assert set(grid.times) <= set(backend_names()) - {"reference"}
-        assert len(grid.times) >= 2
-        for column in grid.times.values():
-            assert len(column) == points
-            assert sum(time is not None for time in column) > points / 3
+        costs = table.kinds[Kind(width, causal, False)]
+        assert set(costs.of_any) <= set(backend_names()) - {"reference"}
+        assert len(costs.of_any) >= 2
+        assert set(costs.of_windows) <= {"triton"}
     assert json.loads(path.read_text())["environment"]["capability"] == [int(major), int(minor)]
+
+
+@pytest.mark.parametrize("path", sorted(choice_table.FOLDER.glob("*.json")), ids=lambda path: path.stem)
+def test_the_formula_says_what_was_measured_of_drawn_shapes(path):
+    """Within a quarter for most, and what it would choose within a tenth of the best: else it must be fitted anew."""
+    table, misses, regrets = choice_table.load(int(path.stem[2:-1]), int(path.stem[-1])), [], []
+    for one in json.loads(path.read_text())["drawn"]:
+        traits = GPU._replace(
+            head_dim=one["width"],
+            v_dim=one["width"],
+            heads=one["heads"],
+            kv_heads=one["kv_heads"],
+            causal=one["causal"],
+        )
+        shape = order.rounded_shape(one["tokens"], one["batch"], one["longest"], traits)
+        times, measured = order.table_times(table, traits, shape), one["microseconds"]
+        misses += [abs(math.log2(times[name] / time)) for name, time in measured.items()]
+        regrets.append(measured[min(times, key=times.get)] / min(measured.values()) - 1)
+    assert len(regrets) >= 100
+    assert sorted(misses)[int(0.9 * len(misses))] < math.log2(1.25)
+    assert sorted(regrets)[int(0.95 * len(regrets))] < 0.1
 
 
 # The choice.
 
 
 def test_the_fastest_usable_backend_is_chosen(gpu):
-    fast_when_long = grid_of(fa3=lambda x, y, z: 10 - x, fa2=lambda x, y, z: 5, triton=lambda x, y, z: 7)
-    grids = {Kind(96, False, False): fast_when_long}
-    gpu(["fa2", "fa3", "triton"], grids=grids)
-    assert order.rank(GPU, 4096, 4096 // 8, 8)[0].name == "fa2"  # a mean of 2^3
-    assert order.rank(GPU, 4096, 4096 // 128, 128)[0].name == "fa3"
+    # fa3 starts slowly and works fast.
+    table = table_of(
+        fa3=cost(start=20, work=1e-7), fa2=cost(start=5, work=1e-6), triton=cost(start=9, work=1e-6)
+    )
+    gpu(["fa2", "fa3", "triton"], table=table)
+    assert order.rank(GPU, 1024, 8, 128)[0].name == "fa2"
+    assert order.rank(GPU, 65536, 16, 4096)[0].name == "fa3"
     order.forget_choices()
-    gpu(["fa3", "triton", "torch"], grids=grids)
-    assert order.rank(GPU, 4096, 4096 // 8, 8)[0].name in ("fa3", "triton")
+    gpu(["fa3", "triton", "torch"], table=table)
+    assert [one.name for one in order.rank(GPU, 1024, 8, 128)] == ["triton", "fa3", "torch"]
     order.forget_choices()
-    gpu(["torch"], grids=grids)  # usable, and not measured
+    gpu(["torch"], table=table)  # usable, and not measured
     assert order.rank(GPU, 4096, 4, 1024)[0].name == "torch"
 
 
-@given(st.integers(0, 10**6))
-def test_every_choice_is_usable_and_the_best_estimate_of_its_class(seed):
+def test_windows_have_costs_of_their_own(gpu):
+    windows = {"triton": cost(start=2)}
+    gpu(["fa2", "triton"], table=table_of(windows, fa2=cost(start=4), triton=cost(start=9)))
+    for longest, name in (
+        (16, "triton"),
+        (63, "triton"),
+        (64, "triton"),
+        (65, "fa2"),
+        (80, "fa2"),
+        (1024, "fa2"),
+    ):
+        assert order.rank(GPU, longest * 16, 16, longest)[0].name == name, longest
+
+
+@given(SHAPES, st.integers(0, 10**6))
+def test_every_choice_is_usable_and_the_cheapest_of_its_class(shape, seed):
     draw = random.Random(seed)
-    times = {n: [draw.uniform(0, 9) for _ in range(8)] for n in ("fa2", "fa3", "triton")}
-    axes = ((2.0, 8.0), (0.0, 3.0), (10.0, 20.0))
-    grid = Grid(axes, {name: tuple(column) for name, column in times.items()})
-    tokens, batch = draw.randint(1, 1 << 16), draw.randint(1, 512)
-    longest = draw.randint(-(-tokens // min(batch, tokens)), 1 << 16)  # no longest one is below the mean
+    costs = {
+        name: cost(start=draw.uniform(1, 30), work=10 ** draw.uniform(-8, -6), chain=10 ** draw.uniform(-3, -1))
+        for name in ("fa2", "fa3", "triton")
+    }
+    table = table_of(**costs)
+    traits = GPU._replace(heads=shape.heads, kv_heads=shape.heads)
     with pytest.MonkeyPatch.context() as patch:
         order.forget_choices()
-        records = {n: AttentionBackend(n, lambda *a: None, lambda t: None, True) for n in times}
+        records = {n: AttentionBackend(n, lambda *a: None, lambda t: None, True) for n in costs}
         patch.setattr(order, "usable_backends", lambda traits: records)
         patch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
-        patch.setattr(choice_table, "load", lambda major, minor: {Kind(96, False, False): grid})
-        name = order.rank(GPU, tokens, batch, longest)[0].name
-    place = place_of(tokens, batch, longest, 16)
-    estimates = estimate(grid, place, times, math.log2(64))
-    # Classes are quarters and halves of an octave, so that an estimate is off by what lies within one.
-    slack = 9 * (0.125 / 6 + 0.25 / 3 + 0.25 / 10) * 2
-    assert estimates[name] <= min(estimates.values()) + slack
+        patch.setattr(choice_table, "load", lambda major, minor: table)
+        ranked = [one.name for one in order.rank(traits, shape.tokens, shape.batch, shape.longest)]
+    rounded = order.rounded_shape(shape.tokens, shape.batch, shape.longest, traits)
+    times = {name: microseconds(one, rounded, 132) for name, one in costs.items()}
+    assert [times[name] for name in ranked] == sorted(times.values())
+
+
+@given(SHAPES)
+def test_classes_are_of_five_bits_and_keep_what_matters(shape):
+    traits = GPU._replace(heads=shape.heads, causal=shape.causal)
+    rounded = order.rounded_shape(shape.tokens, shape.batch, shape.longest, traits)
+    for exact, up in ((shape.batch, rounded.batch), (shape.longest, rounded.longest)):
+        assert exact <= up <= exact * (1 + 1 / 16)
+        assert -(-exact // 64) == -(-up // 64) or exact > 1024  # on the same side of a tile's border
+    assert (rounded.longest <= 64) == (shape.longest <= 64)
+    assert rounded.longest <= max(rounded.tokens, shape.longest)
+    if shape.longest * shape.batch <= EQUAL * shape.tokens:
+        assert rounded.tokens == rounded.batch * rounded.longest
+    else:
+        assert shape.tokens <= rounded.tokens <= shape.tokens * (1 + 1 / 16)
+    assert (rounded.heads, rounded.causal) == (shape.heads, shape.causal)
 
 
 @pytest.mark.parametrize(
@@ -205,7 +272,7 @@ def test_every_choice_is_usable_and_the_best_estimate_of_its_class(seed):
     ],
 )
 def test_the_order_where_nothing_was_measured(gpu, capability, usable, long, window):
-    gpu(usable, capability, grids={})
+    gpu(usable, capability, load=True)
     assert order.rank(GPU, 4096, 4, 1024)[0].name == long
     assert order.rank(GPU, 4096, 64, 64)[0].name == window
 
@@ -421,7 +488,7 @@ def test_measuring_leaves_out_what_refuses(monkeypatch):
 
 
 def test_the_reference_is_never_taken_quietly_on_a_gpu(gpu, caplog):
-    gpu(["reference"], grids={})
+    gpu(["reference"], load=True)
     order.rank(GPU, 4096, 4, 1024)
     assert "slow and quadratic" in caplog.text
 
@@ -478,6 +545,12 @@ def test_a_context_inside_what_is_exported_is_an_error():
     assert settings.asked_for()[0] is None
 
 
+def damaged(**change):
+    one = {"width": 64, "causal": False, "grouped": False, "backend": "fa2", "windows": False, "programs": 1}
+    one |= {"tile": [128, 64], "microseconds": [1.0] * 6} | change
+    return json.dumps({"model": {"processors": 132, "costs": [one]}})
+
+
 @pytest.mark.parametrize(
     "content",
     [
@@ -485,14 +558,15 @@ def test_a_context_inside_what_is_exported_is_an_error():
         '{"kinds": [{"wid',
         "{}",
         "[]",
-        '{"kinds": [{"width": 64, "causal": false, "grouped": false, "axes": [[1, 2], [0], [0]], '
-        '"microseconds": {"fa2": [1.0]}}]}',
-        '{"kinds": [{"width": 64, "causal": false, "grouped": false, "axes": [[1, 1], [0], [0]], '
-        '"microseconds": {"fa2": [1.0, 2.0]}}]}',
-        '{"kinds": [{"width": 64, "causal": false, "grouped": false, "axes": [[1, 2], [0], [0]], '
-        '"microseconds": {"fa2": [1.0, 0.0]}}]}',
-        '{"kinds": [{"width": 64, "causal": false, "grouped": false, "axes": [[1, 2], [0], [0]], '
-        '"microseconds": {"fa2": [1.0, NaN]}}]}',
+        '{"kinds": [], "drawn": []}',
+        damaged(tile=[128]),
+        damaged(tile=[128, 0]),
+        damaged(tile=[128, 64.0]),
+        damaged(programs="2"),
+        damaged(microseconds=[1.0] * 5),
+        damaged(microseconds=[1.0] * 5 + [-1.0]),
+        damaged(microseconds=[1.0] * 5 + [math.nan]),
+        damaged(microseconds=None),
     ],
 )
 def test_a_damaged_table_is_named(content, tmp_path, monkeypatch):
@@ -500,10 +574,13 @@ def test_a_damaged_table_is_named(content, tmp_path, monkeypatch):
     monkeypatch.setattr(choice_table, "FOLDER", tmp_path)
     with pytest.raises(ops.DataError, match=r"sm77\.json is no table"):
         choice_table.load(7, 7)
+    (tmp_path / "sm78.json").write_text(damaged())
+    assert choice_table.load(7, 8).kinds[Kind(64, False, False)].of_any["fa2"].queries == 128
+    assert choice_table.load(7, 9) is None
 
 
 def test_a_backend_that_no_order_lists_comes_before_the_reference(gpu):
-    gpu(["reference", "mine", "triton"], grids={})
+    gpu(["reference", "mine", "triton"], load=True)
     assert [one.name for one in order.rank(GPU, 4096, 4, 1024)] == ["triton", "mine", "reference"]
 
 
