@@ -193,6 +193,8 @@ def main() -> None:
     ]
     made = []
     drawn = [] if not old else list(table.get("drawn", []))
+    # What was fitted before stays, so that the table can be read until it is fitted anew.
+    fitted = {"model": table["model"]} if old and "model" in table else {}
     if options.drawn:
         drawn = draw(options.drawn, options.smoke, device, clock)
     with torch.inference_mode():
@@ -227,13 +229,14 @@ def main() -> None:
                 later = [
                     one for key, one in old.items() if key in kinds and kinds.index(key) > kinds.index(kind)
                 ]
-                write(options.out, {"environment": environment(device), "kinds": made + later, "drawn": drawn})
+                kept = {"environment": environment(device), "kinds": made + later, "drawn": drawn}
+                write(options.out, kept | fitted)
     if options.out is not None:
-        write(options.out, {"environment": environment(device), "kinds": made, "drawn": drawn})
+        write(options.out, {"environment": environment(device), "kinds": made, "drawn": drawn} | fitted)
 
 
 def write(path: Path, table: dict[str, Any]) -> None:
-    """Write the table, one line per column, so that a difference can be read; what was fitted is left out."""
+    """Write the table, one line per column, so that a difference can be read."""
     path.parent.mkdir(parents=True, exist_ok=True)
     kinds = []
     for one in table["kinds"]:

@@ -15,17 +15,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from choices import HEADS, write
+from choices import HEADS, WIDTH_OF, call_at, write
 
-from mmgraph.ops.attention.choice_model import SMOOTH, Shape, features
+from mmgraph.ops.attention.choice_model import SMOOTH, Shape, features, window_form
 from mmgraph.ops.attention.choice_table import kind_of, parse
 from mmgraph.ops.attention.triton_backend import WINDOW
 
 TILES = ((64, 64), (128, 64), (128, 128), (128, 176), (192, 128))
 PROGRAMS = (1, 2, 3)
-# Backends that have another kernel where no sequence is longer than a window.
+# Backends that have other kernels where no sequence is longer than a window.
 OF_WINDOWS = ("triton",)
 FEWEST = 8  # points that a fit needs
+FEWEST_OF_WINDOWS = 4  # the grid has few of them
 # Drawn shapes are more like those of use than a grid's, whose lengths are powers of two.
 DRAWN_WEIGHT = 2.0
 # Starting values, of the size that they have on an H200.
@@ -50,7 +51,7 @@ class Group:
     causal: bool
     grouped: bool
     backend: str
-    windows: bool
+    windows: str | None
 
 
 def points_of(table: dict[str, Any]) -> dict[Group, list[Point]]:
@@ -59,17 +60,18 @@ def points_of(table: dict[str, Any]) -> dict[Group, list[Point]]:
     def add(width: int, grouped: bool, shape: Shape, times: dict[str, float | None], weight: float) -> None:
         for name, time in times.items():
             if time is not None:
-                windows = name in OF_WINDOWS and shape.longest <= WINDOW
+                windows = window_form(shape) if name in OF_WINDOWS and shape.longest <= WINDOW else None
                 group = Group(width, shape.causal, grouped, name, windows)
                 found.setdefault(group, []).append(Point(shape, time, weight))
 
     for kind in table["kinds"]:
         for place, (mean, ratio, rows) in enumerate(itertools.product(*kind["axes"])):
-            tokens = 2**rows // HEADS
-            batch = tokens >> mean
-            if batch:
-                shape = Shape(tokens, batch, min(2 ** (mean + ratio), tokens), HEADS, kind["causal"])
-                times = {name: column[place] for name, column in kind["microseconds"].items()}
+            times = {name: column[place] for name, column in kind["microseconds"].items()}
+            call = None
+            if any(time is not None for time in times.values()):
+                call = call_at((mean, ratio, rows), WIDTH_OF[kind["width"]], kind["causal"], kind["grouped"])
+            if call is not None:
+                shape = Shape(call.tokens, len(call.lengths), call.longest, HEADS, kind["causal"])
                 add(kind["width"], kind["grouped"], shape, times, 1.0)
     for one in table.get("drawn", []):
         shape = Shape(one["tokens"], one["batch"], one["longest"], one["heads"], one["causal"])
@@ -99,9 +101,9 @@ def fit(
 
     def closure() -> float:
         solver.zero_grad()
-        loss = miss() + 1e-4 * (logs**2).mean()
+        loss: torch.Tensor = miss() + 1e-4 * (logs**2).mean()
         loss.backward()
-        return float(loss)
+        return float(loss.detach())
 
     solver.step(closure)
     with torch.no_grad():
@@ -119,9 +121,9 @@ def main() -> None:
     table = json.loads(options.table.read_text())
     costs = []
     for group, points in points_of(table).items():
-        if len(points) < FEWEST:
+        if len(points) < (FEWEST if group.windows is None else FEWEST_OF_WINDOWS):
             continue
-        tiles = TILES[:1] if group.windows else TILES
+        tiles = TILES if group.windows is None else TILES[:1]
         tried = [
             (*fit(points, tile, programs, options.processors), tile, programs)
             for tile, programs in itertools.product(tiles, PROGRAMS)

@@ -39,10 +39,14 @@ def refuse_forward_mode(op: str, *tensors: torch.Tensor) -> None:
     """
     if torch.autograd.forward_ad._current_level < 0:
         return
-    if torch.compiler.is_compiling() or any(
-        torch.autograd.forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors
-    ):
+    if torch.compiler.is_compiling() or any(map(_has_tangent, tensors)):
         raise GradientError(f"{op} has no forward-mode derivative: use reverse mode, or call it outside jvp.")
+
+
+def _has_tangent(tensor: torch.Tensor) -> bool:
+    while torch._C._functorch.is_batchedtensor(tensor):  # has no rule for being unpacked
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return torch.autograd.forward_ad.unpack_dual(tensor).tangent is not None
 
 
 def refuse_traced_transforms(op: str, remedy: str) -> None:

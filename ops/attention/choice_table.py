@@ -19,6 +19,7 @@ from mmgraph.ops.attention.choice_model import Cost
 from mmgraph.ops.errors import DataError
 
 FOLDER = Path(__file__).with_name("choices")
+WINDOW_FORMS = ("whole", "even", "packed")
 # Classes of widths, by the largest in each: kernels have one size of tile for all widths of a class.
 WIDTHS = (32, 64, 96, 128, 192, 256)
 
@@ -44,11 +45,12 @@ class Costs:
 
     Attributes:
         of_any: Backend to its cost.
-        of_windows: The same where no sequence is longer than a window, for backends with another kernel there.
+        of_windows: For each of ``window_form``'s answers the same where no sequence is longer than a window, for
+            backends with other kernels there.
     """
 
     of_any: dict[str, Cost]
-    of_windows: dict[str, Cost]
+    of_windows: dict[str, dict[str, Cost]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +104,10 @@ def parse(data: dict[str, Any]) -> Table:
         if len(coefficients) != 6 or not all(0 <= value < math.inf for value in coefficients):
             raise ValueError(f"there are six coefficients, none below zero, got {coefficients}")
         costs = kinds.setdefault(Kind(one["width"], one["causal"], one["grouped"]), Costs({}, {}))
-        place = costs.of_windows if one["windows"] else costs.of_any
+        form = one["windows"]
+        if form not in (None, *WINDOW_FORMS):
+            raise ValueError(f"windows are one of {', '.join(WINDOW_FORMS)}, or null, got {form!r}")
+        place = costs.of_any if form is None else costs.of_windows.setdefault(form, {})
         place[one["backend"]] = Cost(*counts[:3], *coefficients)
     return Table(model["processors"], kinds)
 

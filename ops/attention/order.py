@@ -14,12 +14,13 @@ import torch
 
 from mmgraph.ops import checks
 from mmgraph.ops.attention import choice_table, settings
-from mmgraph.ops.attention.choice_model import EQUAL, Shape, microseconds
+from mmgraph.ops.attention.choice_model import EQUAL, Shape, microseconds, window_form
 from mmgraph.ops.attention.registry import AttentionBackend, BackendReport, Traits, reports, usable_backends
 from mmgraph.ops.attention.registry import require_backend as _require
 from mmgraph.ops.attention.triton_backend import WINDOW
 from mmgraph.ops.errors import ArgumentError, OpError
 
+_FINE = 2048  # the longest length that is rounded by 16
 _OP = "select_backend, explain_backends"
 _log = logging.getLogger("mmgraph.ops.attention")
 
@@ -63,18 +64,20 @@ def rank(traits: Traits, tokens: int, batch: int, max_seqlen: int) -> tuple[Atte
 
 
 def rounded_shape(tokens: int, batch: int, max_seqlen: int, traits: Traits) -> Shape | None:
-    """The class of a shape, with sizes rounded up to five bits; None for a call without a row.
+    """The class of a shape, with sizes rounded up to about five bits; None for a call without a row.
 
-    Rounded so, a length stays on its side of a tile's border.
+    The longest length, up to 2048, stays on its side of a tile's border.
     """
     if tokens <= 0 or batch <= 0 or max_seqlen <= 0:
         return None
     longest = min(max(max_seqlen, -(-tokens // batch)), tokens)
     batch = min(batch, tokens)
     is_even = longest * batch <= EQUAL * tokens
-    rows, sequences, longest = _five_bits(tokens), _five_bits(batch), _five_bits(longest)
-    if is_even:  # and stays so
-        rows = sequences * longest
+    rows, sequences = _five_bits(tokens), _five_bits(batch)
+    # By 16 where that is finer and matters: the tiles and blocks of all kernels are multiples of it.
+    longest = min(_five_bits(longest), -(-longest // 16) * 16 if longest <= _FINE else _five_bits(longest))
+    # What is even stays so, and nothing becomes longer than the longest.
+    rows = sequences * longest if is_even else min(rows, sequences * longest)
     return Shape(rows, sequences, longest, traits.heads, traits.causal)
 
 
@@ -98,16 +101,21 @@ def _decide(traits: Traits, shape: Shape | None) -> tuple[AttentionBackend, ...]
         names.sort(key=lambda name: name == "reference")
     ranked = [usable[name] for name in names if name in usable]
     if ranked[0].name == "reference" and traits.device.type == "cuda":
-        _log.warning(
-            "varlen_attention takes the reference, which is slow and quadratic in all tokens: no other backend "
-            "can serve "
-            "%s. explain_backends says why; backend='reference' asks for it without this warning.",
-            traits,
-        )
+        _warn_of_reference(traits)
     _log.debug(
         "varlen_attention: %s for %s, %s; by the table: %s microseconds", ranked[0].name, traits, shape, times
     )
     return tuple(ranked)
+
+
+@lru_cache(maxsize=4096)
+def _warn_of_reference(traits: Traits) -> None:
+    """Say once for such calls that they are slow."""
+    _log.warning(
+        "varlen_attention takes the reference, which is slow and quadratic in all tokens: no other backend can serve "
+        "%s. explain_backends says why; backend='reference' asks for it without this warning.",
+        traits,
+    )
 
 
 def table_times(table: choice_table.Table, traits: Traits, shape: Shape) -> dict[str, float]:
@@ -117,7 +125,9 @@ def table_times(table: choice_table.Table, traits: Traits, shape: Shape) -> dict
     if nearest is None:
         return {}
     costs = table.kinds[nearest]
-    found = costs.of_any | costs.of_windows if shape.longest <= WINDOW else costs.of_any
+    found = costs.of_any
+    if shape.longest <= WINDOW:
+        found = found | costs.of_windows.get(window_form(shape), {})
     return {name: microseconds(cost, shape, table.processors) for name, cost in found.items()}
 
 
@@ -125,6 +135,7 @@ def forget_choices() -> None:
     """Drop what was decided, for tests that install or break a backend."""
     rank.cache_clear()
     _decide.cache_clear()
+    _warn_of_reference.cache_clear()
     _capability.cache_clear()
 
 
@@ -168,8 +179,11 @@ def _make_traits(
 
 def _check_counts(least: int, **counts: int) -> None:
     for name, count in counts.items():
-        if type(count) is not int or count < least:
-            raise ArgumentError(f"{_OP}: {name} must be a Python int of at least {least}, got {count!r}.")
+        if type(count) is not int or not least <= count < 1 << 63:
+            shown = count if type(count) is not int or count < 1 << 63 else "a larger one"
+            raise ArgumentError(
+                f"{_OP}: {name} must be a Python int of at least {least} below 2^63, got {shown!r}."
+            )
 
 
 def select_backend(

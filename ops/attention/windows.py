@@ -22,7 +22,7 @@ _CHUNK = 16
 _FULL = 40
 # The same for one of its own per head, by the kernel for whole windows. Packing is faster from fewer rows on, but only
 # where lengths divide a tile; where they don't, it takes two to three times as long (H200, 16 to 40 rows).
-_FULL_PER_HEAD = 24
+FULL_PER_HEAD = 24
 # Warps of a program that has a whole window's head, 16 rows each.
 _WARPS = 4
 _LOG2_E = math.log2(math.e)
@@ -99,7 +99,7 @@ def takes_full_windows(q: Tensor, v: Tensor, batch: int, aligned: bool) -> bool:
         and q.shape[2] % 8 == v.shape[2] % 8 == 0  # columns are copied 16 bytes at a time
         and q.is_cuda
         and q.element_size() == 2
-        and q.shape[0] >= _FULL_PER_HEAD * batch
+        and q.shape[0] >= FULL_PER_HEAD * batch
         and full_window_bytes(q.shape[2], v.shape[2]) <= shared_bytes(q.device)
         and knows_gluon()
     )

@@ -92,7 +92,7 @@ FORMS = [
 def test_equals_dense_attention(form, lengths, tail, seed):
     heads, kv_heads, width, v_width, dtype, causal, sign = form
     covered = sum(lengths)
-    tail = max(tail, windows._FULL_PER_HEAD * len(lengths) - covered)
+    tail = max(tail, windows.FULL_PER_HEAD * len(lengths) - covered)
     q, k, v = projection(covered + tail, heads, kv_heads, width, v_width, dtype, seed)
     for x in (q, k, v):
         x[covered:] = float("nan")
@@ -219,8 +219,8 @@ def test_widths_of_no_whole_pieces_in_aligned_rows_are_served(width, v_width):
 def test_calls_that_it_is_not_for_go_to_the_other_kernel():
     q, _, v = projection(640, 4, 4, 80, 80, torch.bfloat16, 4)
     assert windows.takes_full_windows(q, v, 10, True)
-    assert windows.takes_full_windows(q, v, 640 // windows._FULL_PER_HEAD, True)
-    assert not windows.takes_full_windows(q, v, 640 // windows._FULL_PER_HEAD + 1, True)
+    assert windows.takes_full_windows(q, v, 640 // windows.FULL_PER_HEAD, True)
+    assert not windows.takes_full_windows(q, v, 640 // windows.FULL_PER_HEAD + 1, True)
     assert not windows.takes_full_windows(q, v, 10, False)
     assert not windows.takes_full_windows(q.float(), v.float(), 10, True)
     narrow = torch.randn(128, 3, 4, 37, device="cuda").bfloat16().unbind(1)  # rows of no multiple of 16 bytes

@@ -9,6 +9,7 @@ import sys
 import threading
 from dataclasses import replace
 from itertools import product
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,7 +18,15 @@ from hypothesis import strategies as st
 
 from mmgraph import ops
 from mmgraph.ops.attention import choice_table, dispatch, measured, order, registry, settings
-from mmgraph.ops.attention.choice_model import EQUAL, Cost, Shape, features, lengths_like, microseconds
+from mmgraph.ops.attention.choice_model import (
+    EQUAL,
+    Cost,
+    Shape,
+    features,
+    lengths_like,
+    microseconds,
+    window_form,
+)
 from mmgraph.ops.attention.choice_table import Costs, Kind, Table, kind_of, nearest_kind
 from mmgraph.ops.attention.registry import AttentionBackend, Traits, backend_names
 
@@ -94,6 +103,41 @@ def test_lengths_add_up_to_what_is_known(shape):
     assert max(length for count, length, _ in groups if count) <= shape.longest + 1
 
 
+@pytest.mark.parametrize(
+    ("known", "groups"),
+    [
+        ((100, 1, 100), ((1, 100, True),)),
+        ((1000, 10, 103), ((10, 103, True),)),
+        (
+            (1000, 10, 104),
+            ((10 / 3, 100 - 4 * 2 / 3, False), (10 / 3, 100, False), (10 / 3, 100 + 4 * 2 / 3, False)),
+        ),
+        ((1000, 10, 400), ((1.25, 400, False), (8.75, 500 / 8.75, False))),
+        (
+            (1000, 2, 990),
+            ((2 / 3, 500 - 490 * 2 / 3, False), (2 / 3, 500, False), (2 / 3, 500 + 490 * 2 / 3, False)),
+        ),
+        ((1000, 3, 990), ((1.0, 900, False), (2.0, 50, False))),
+    ],
+    ids=str,
+)
+def test_lengths_are_equal_even_or_a_few_long_ones(known, groups):
+    got = lengths_like(*known)
+    assert len(got) == len(groups)
+    for one, other in zip(got, groups, strict=True):
+        assert one == (pytest.approx(other[0]), pytest.approx(other[1]), other[2])
+
+
+def test_lengths_that_are_not_known_exactly_fill_half_a_tile_more():
+    pairs, rows, *_ = features(128, 64, 1, Shape(1000, 10, 104, 1, False), 132)
+    lengths = (100 - 8 / 3, 100, 100 + 8 / 3)
+    assert rows == pytest.approx(sum(10 / 3 * (length + 64) for length in lengths))
+    assert pairs == pytest.approx(sum(10 / 3 * (length + 64) * (length + 32) for length in lengths))
+    assert features(128, 64, 1, Shape(30, 10, 4, 1, False), 132)[1] == pytest.approx(
+        1280
+    )  # at least a tile each
+
+
 def test_equal_lengths_fill_their_tiles_up():
     def pairs(length):
         return features(128, 64, 1, Shape(10 * length, 10, length, 1, False), 132)[0]
@@ -165,7 +209,8 @@ def test_the_committed_tables_are_whole(path):
         costs = table.kinds[Kind(width, causal, False)]
         assert set(costs.of_any) <= set(backend_names()) - {"reference"}
         assert len(costs.of_any) >= 2
-        assert set(costs.of_windows) <= {"triton"}
+        assert set().union(*costs.of_windows.values()) <= {"triton"}
+        assert "triton" in costs.of_windows["whole"]
     assert json.loads(path.read_text())["environment"]["capability"] == [int(major), int(minor)]
 
 
@@ -190,6 +235,51 @@ def test_the_formula_says_what_was_measured_of_drawn_shapes(path):
     assert sorted(regrets)[int(0.95 * len(regrets))] < 0.1
 
 
+@pytest.mark.parametrize("path", sorted(choice_table.FOLDER.glob("*.json")), ids=lambda path: path.stem)
+def test_the_formula_says_what_was_measured_of_the_grid(path):
+    """For each backend and form of windows apart: near for most points; and what it would choose, for almost all."""
+    table, data = choice_table.load(int(path.stem[2:-1]), int(path.stem[-1])), json.loads(path.read_text())
+    misses, regrets = {}, []
+    for kind in data["kinds"]:
+        costs = table.kinds[Kind(kind["width"], kind["causal"], kind["grouped"])]
+        kv_heads = 4 if kind["grouped"] else 16
+        traits = GPU._replace(
+            head_dim=kind["width"], v_dim=kind["width"], causal=kind["causal"], kv_heads=kv_heads
+        )
+        for place, (mean, ratio, rows) in enumerate(product(*kind["axes"])):
+            measured = {n: c[place] for n, c in kind["microseconds"].items() if c[place] is not None}
+            tokens = 2**rows // 16
+            shape = Shape(tokens, tokens >> mean, min(2 ** (mean + ratio), tokens), 16, kind["causal"])
+            if len(measured) < 2 or not shape.batch:
+                continue
+            times = order.table_times(table, traits, shape)
+            form = window_form(shape) if shape.longest <= 64 else None
+            for name, time in measured.items():
+                key = (name, form if name in costs.of_windows.get(form, {}) else None)
+                misses.setdefault(key, []).append(abs(math.log2(times[name] / time)))
+            regrets.append(measured[min(measured, key=times.get)] / min(measured.values()) - 1)
+    assert len(misses) >= 6
+    for key, found in misses.items():
+        assert sorted(found)[int(0.9 * len(found))] < math.log2(1.4), key
+    assert len(regrets) > 1000
+    assert sorted(regrets)[int(0.95 * len(regrets))] < 0.1
+    assert max(regrets) < 0.8
+
+
+def test_the_committed_regret_is_of_the_committed_table():
+    results = Path(__file__).parents[2] / "bench" / "results" / "h200" / "regret.json"
+    table, found = choice_table.load(9, 0), json.loads(results.read_text())
+    for row in found["rows"]:
+        heads, kv_heads = map(int, row["heads"].split("/"))
+        traits = GPU._replace(
+            head_dim=row["width"], v_dim=row["width"], heads=heads, kv_heads=kv_heads, causal=row["causal"]
+        )
+        shape = order.rounded_shape(row["tokens"], row["batch"], row["longest"], traits)
+        times = order.table_times(table, traits, shape)
+        assert row["chosen"] == min(row["ms"], key=times.get)
+        assert row["regret"] == pytest.approx(row["ms"][row["chosen"]] / min(row["ms"].values()) - 1)
+
+
 # The choice.
 
 
@@ -210,17 +300,37 @@ def test_the_fastest_usable_backend_is_chosen(gpu):
 
 
 def test_windows_have_costs_of_their_own(gpu):
-    windows = {"triton": cost(start=2)}
+    of_forms = {"whole": 2, "even": 3, "packed": 5}
+    windows = {form: {"triton": cost(start=start)} for form, start in of_forms.items()}
     gpu(["fa2", "triton"], table=table_of(windows, fa2=cost(start=4), triton=cost(start=9)))
-    for longest, name in (
-        (16, "triton"),
-        (63, "triton"),
-        (64, "triton"),
-        (65, "fa2"),
-        (80, "fa2"),
-        (1024, "fa2"),
-    ):
+    places = {
+        8: "triton",
+        9: "fa2",
+        16: "triton",
+        24: "triton",
+        63: "triton",
+        64: "triton",
+        65: "fa2",
+        1024: "fa2",
+    }
+    for longest, name in places.items():
         assert order.rank(GPU, longest * 16, 16, longest)[0].name == name, longest
+    assert order.rank(GPU, 160, 16, 64)[0].name == "fa2"  # a mean of 10, packed
+
+
+def test_more_sequences_than_rows_and_too_short_a_longest_one_are_put_right():
+    assert order.rounded_shape(5, 100, 3, GPU) == Shape(5, 5, 3, 16, False)
+    assert order.rounded_shape(100, 4, 7, GPU) == Shape(100, 4, 25, 16, False)
+
+
+def test_grouped_heads_have_costs_of_their_own(gpu):
+    kinds = {
+        Kind(96, False, grouped): Costs({"fa2": cost(start=4), "fa3": cost(start=2 if grouped else 9)}, {})
+        for grouped in (False, True)
+    }
+    gpu(["fa2", "fa3"], table=Table(132, kinds))
+    assert order.rank(GPU, 4096, 4, 1024)[0].name == "fa2"
+    assert order.rank(GPU._replace(kv_heads=4), 4096, 4, 1024)[0].name == "fa3"
 
 
 @given(SHAPES, st.integers(0, 10**6))
@@ -250,13 +360,16 @@ def test_classes_are_of_five_bits_and_keep_what_matters(shape):
     rounded = order.rounded_shape(shape.tokens, shape.batch, shape.longest, traits)
     for exact, up in ((shape.batch, rounded.batch), (shape.longest, rounded.longest)):
         assert exact <= up <= exact * (1 + 1 / 16)
-        assert -(-exact // 64) == -(-up // 64) or exact > 1024  # on the same side of a tile's border
+    for tile in (16, 64, 128, 176, 192):  # on the same side of a tile's border
+        assert -(-shape.longest // tile) == -(-rounded.longest // tile) or shape.longest > 2048
     assert (rounded.longest <= 64) == (shape.longest <= 64)
-    assert rounded.longest <= max(rounded.tokens, shape.longest)
+    groups = lengths_like(rounded.tokens, rounded.batch, rounded.longest)
+    assert max(length for count, length, _ in groups if count) <= rounded.longest * (1 + 1e-9)
     if shape.longest * shape.batch <= EQUAL * shape.tokens:
         assert rounded.tokens == rounded.batch * rounded.longest
     else:
-        assert shape.tokens <= rounded.tokens <= shape.tokens * (1 + 1 / 16)
+        most = rounded.batch * rounded.longest
+        assert min(shape.tokens, most) <= rounded.tokens <= min(shape.tokens * (1 + 1 / 16), most)
     assert (rounded.heads, rounded.causal) == (shape.heads, shape.causal)
 
 
@@ -546,7 +659,7 @@ def test_a_context_inside_what_is_exported_is_an_error():
 
 
 def damaged(**change):
-    one = {"width": 64, "causal": False, "grouped": False, "backend": "fa2", "windows": False, "programs": 1}
+    one = {"width": 64, "causal": False, "grouped": False, "backend": "fa2", "windows": None, "programs": 1}
     one |= {"tile": [128, 64], "microseconds": [1.0] * 6} | change
     return json.dumps({"model": {"processors": 132, "costs": [one]}})
 
@@ -567,6 +680,7 @@ def damaged(**change):
         damaged(microseconds=[1.0] * 5 + [-1.0]),
         damaged(microseconds=[1.0] * 5 + [math.nan]),
         damaged(microseconds=None),
+        damaged(windows="most"),
     ],
 )
 def test_a_damaged_table_is_named(content, tmp_path, monkeypatch):
@@ -593,9 +707,9 @@ def test_the_reference_serves_the_devices_that_the_ops_are_made_for():
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        ({"head_dim": -3}, "head_dim must be a Python int of at least 1, got -3"),
+        ({"head_dim": -3}, "head_dim must be a Python int of at least 1 below 2.63, got -3"),
         ({"head_dim": 64.5}, "head_dim must be"),
-        ({"v_dim": 0}, "v_dim must be a Python int of at least 1, got 0"),
+        ({"v_dim": 0}, "v_dim must be a Python int of at least 1 below 2.63, got 0"),
         ({"heads": 0}, "heads must be"),
         ({"heads": 3, "kv_heads": 2}, r"heads \(3\) must be a multiple of kv_heads \(2\)"),
         ({"causal": 1}, "causal must be True or False, got int"),
@@ -613,7 +727,9 @@ def test_calls_that_there_cant_be_have_no_choice(call, words):
     assert ops.select_backend(device="cpu") == "reference"
 
 
-@pytest.mark.parametrize("call", [{"tokens": -1}, {"batch": 1.5}, {"max_seqlen": float("nan")}], ids=str)
+@pytest.mark.parametrize(
+    "call", [{"tokens": -1}, {"tokens": 10**60}, {"batch": 1.5}, {"max_seqlen": float("nan")}], ids=str
+)
 def test_shapes_that_there_cant_be_have_no_choice(call):
     with pytest.raises(ops.ArgumentError, match="must be a Python int of at least 0"):
         ops.select_backend(**call)

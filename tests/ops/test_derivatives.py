@@ -133,3 +133,18 @@ def test_forward_mode_is_refused_while_a_graph_is_traced(name: str, backend: str
     with pytest.raises(Exception, match="no forward-mode derivative"):
         compiled(rows())
     assert OPS[name](rows()).isfinite().all()
+
+
+def test_vmap_inside_a_jvp_of_something_else_works_and_of_the_ops_is_refused() -> None:
+    def attend(x: torch.Tensor) -> torch.Tensor:
+        return ops.varlen_attention(x, x, x, CU, 3)
+
+    many = torch.randn(2, 4, 1, 3, dtype=torch.float64)
+    one = torch.ones(4, 1, 3, dtype=torch.float64)
+    expected = torch.vmap(attend)(many)
+    _, tangent = torch.func.jvp(lambda y: y * torch.vmap(attend)(many).sum(0), (one,), (one,))
+    torch.testing.assert_close(tangent, expected.sum(0))
+    with torch.autograd.forward_ad.dual_level():
+        torch.testing.assert_close(torch.vmap(attend)(many), expected)
+    with pytest.raises(ops.GradientError, match="no forward-mode derivative"):
+        torch.func.jvp(torch.vmap(attend), (many,), (torch.ones_like(many),))
