@@ -163,8 +163,8 @@ def takes(rows=640, batch=10, width=80, v_width=80, item_size=2, aligned=True):
 
 def test_whole_aligned_windows_in_half_precision_have_a_kernel_of_their_own(monkeypatch, of_known_release):
     assert takes()
-    assert takes(rows=400)
-    assert not takes(rows=399)
+    assert takes(rows=10 * windows.FULL_PER_HEAD)
+    assert not takes(rows=10 * windows.FULL_PER_HEAD - 1)
     assert not takes(item_size=4)
     assert not takes(aligned=False)
     monkeypatch.setattr(windows, "shared_bytes", lambda device: 48 * 1024)
