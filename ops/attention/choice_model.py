@@ -4,9 +4,7 @@ Attention kernels cut each sequence into tiles of queries, and go over its keys 
 start, and then the larger (smoothly) of two things: all of the work at the rate at which the whole GPU does it, or the
 time until the last program is done. With few tiles the second one rules: one program's way through the longest
 sequence, and as many more turns as the tiles exceed the programs that run at once. Between measured shapes
-times jump where a length passes a multiple of a tile and where the tiles pass a turn, which interpolation can't see:
-on 200 shapes that neither was made from, the formula's choice is 7% slower than the best backend at the 95th
-percentile, and the choice by trilinear interpolation of the same grid is 24%.
+times jump where a length passes a multiple of a tile and where the tiles pass a turn, which interpolation can't see.
 
 A call's lengths are on the device; what is known is their sum, their number and the longest. So they are taken for
 equal, evenly spread, or a few long ones among short ones, by how far the longest is from the mean.

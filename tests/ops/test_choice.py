@@ -320,6 +320,9 @@ def test_windows_have_costs_of_their_own(gpu):
 
 def test_more_sequences_than_rows_and_too_short_a_longest_one_are_put_right():
     assert order.rounded_shape(5, 100, 3, GPU) == Shape(5, 5, 3, 16, False)
+    assert order.rounded_shape(4631, 25, 191, GPU) == Shape(
+        25 * 192, 25, 192, 16, False
+    )  # not longer than the longest
     assert order.rounded_shape(100, 4, 7, GPU) == Shape(100, 4, 25, 16, False)
 
 
@@ -604,6 +607,8 @@ def test_the_reference_is_never_taken_quietly_on_a_gpu(gpu, caplog):
     gpu(["reference"], load=True)
     order.rank(GPU, 4096, 4, 1024)
     assert "slow and quadratic" in caplog.text
+    order.rank(GPU, 8192, 3, 7000)
+    assert caplog.text.count("slow and quadratic") == 1  # not for each shape
 
 
 @pytest.mark.parametrize("scale", [math.nan, math.inf, -math.inf])

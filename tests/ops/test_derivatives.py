@@ -122,6 +122,22 @@ def test_forms_without_a_gradient_refuse_function_transforms(
     assert form(rows()).isfinite()
 
 
+@pytest.mark.parametrize("backend", [None, "aot_eager", "inductor"])
+def test_a_transformed_argument_itself_is_refused_too(backend: str | None) -> None:
+    """Handed over as it comes, it doesn't say while a graph is traced that it needs a gradient."""
+
+    def gradient(weight: torch.Tensor) -> torch.Tensor:
+        def rotate(norm: torch.Tensor) -> torch.Tensor:
+            packed = torch.arange(6.0)[None]
+            return ops.packed_qkv_rope_(packed, None, None, 1, 1, 2, q_norm=norm)[0].sum()
+
+        return torch.func.grad(rotate)(weight)
+
+    torch._dynamo.reset()
+    with pytest.raises(Exception, match="has no gradient"):
+        (gradient if backend is None else torch.compile(gradient, backend=backend))(torch.ones(2))
+
+
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("name", OPS)
 def test_forward_mode_is_refused_while_a_graph_is_traced(name: str, backend: str) -> None:

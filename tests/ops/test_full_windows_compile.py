@@ -36,6 +36,9 @@ def test_it_compiles_with_wide_copies(machine_code, capability, widths, flags):
     assert set(copies) == {"0x10"}
     assert "mma.sync" in made.asm["ptx"]
     assert made.metadata.shared == machine_code.windows.full_window_bytes(*widths)
+    # The steps that clear the tail pass 2^31 where there are hundreds of millions of rows.
+    block = machine_code.windows.LONGEST
+    assert len(re.findall(rf"arith\.muli %\S+, %c{block}_i64\S* : i64", made.asm["ttgir"])) >= 2
     # Behind the last product only rows of the result are written, 16 bytes at a time.
     results = made.asm["ptx"][made.asm["ptx"].rindex("mma.sync") :]
     assert set(re.findall(r"st\.global\.(\S+)", results)) == {"v4.b32"}

@@ -198,3 +198,13 @@ def test_each_sequence_and_head_has_a_program_and_the_tail_one_more(launches, mo
     assert arguments[0] == "full_window_kernel"
     assert arguments[1] == 3 * (len(lengths) + 1)
     assert options == {"num_warps": 4, "num_stages": 1}
+
+
+def test_rows_too_far_apart_for_32_bits_across_a_block_are_brought_together():
+    room = torch.empty_strided((2, 1, 8), (1 << 24, 8, 1), dtype=torch.float16)
+    room.copy_(torch.arange(16.0).view(2, 1, 8))
+    near = triton_backend._rows_near(room)
+    assert near.is_contiguous()
+    assert torch.equal(near, room)
+    beside = torch.empty_strided((2, 1, 8), ((1 << 24) - 8, 8, 1), dtype=torch.float16, device="meta")
+    assert triton_backend._rows_near(beside) is beside
