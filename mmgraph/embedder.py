@@ -8,18 +8,21 @@ embedder may be called from any thread: it encodes for one call at a time.
 import logging
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 
 from mmgraph.assembling import DeepstackRows, assemble
+from mmgraph.counters import CallTotals, EmbedCounters
+from mmgraph.embed_result import EmbedResult
 from mmgraph.embedding_phases import encode_plan
 from mmgraph.encoder_spec import Encoders, EncoderSpec, settled_specs
 from mmgraph.errors import MultimodalError, OptionError
 from mmgraph.inputs import MultimodalForwardContext
 from mmgraph.isolation import blanked, outside_errors, plan_without_failures
 from mmgraph.planning import EncodePlan, build_plan
+from mmgraph.prefetch import Prefetcher
+from mmgraph.ranges import RangeKind, checked_kind
 from mmgraph.staging import FeatureMover
 from mmgraph.text_rows import TextEmbedding, TextRows, check_input_ids
 from mmgraph.timing import EmbedTiming, PhaseRecorder
@@ -27,22 +30,6 @@ from mmgraph.timing import EmbedTiming, PhaseRecorder
 __all__ = ["DeepstackRows", "EmbedResult", "EncoderSpec", "MultimodalEmbedder", "VisionEmbedder"]
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class EmbedResult:
-    """What ``apply_result`` gives.
-
-    Attributes:
-        embeds: ``[T, hidden]``, or None where the caller takes its text path.
-        kwargs: Keywords for the language model.
-        failed: The error of each request that was set aside, by index; its rows in ``embeds`` are text look-ups
-            only and not to be used.
-    """
-
-    embeds: torch.Tensor | None
-    kwargs: dict[str, Any] = field(default_factory=dict)
-    failed: dict[int, MultimodalError] = field(default_factory=dict)
 
 
 class MultimodalEmbedder:
@@ -55,20 +42,43 @@ class MultimodalEmbedder:
         strict: Text ids outside the vocabulary are errors: on a CPU at once, on a device in the flag that
             ``mmgraph.ops.check_errors`` reads. Otherwise the nearest row is taken.
         timing: Measure each call, keep the figures in ``last_timing`` and log them; synchronises the device.
+        ranges: Marks phases as ``mmgraph.embed.<phase>``: "profiler" by `torch.profiler.record_function`, "nvtx" by
+            NVTX ranges; None: by ``record_function`` while torch's profiler is on.
+        pinned_bytes: The bound of each of the two pinned buffers that a CUDA device has, a power of two.
+        prefetch_bytes: The most bytes of device memory that `prefetch` fills ahead.
+
+    Raises:
+        OptionError: One of these is none of its choices.
 
     Attributes:
         last_timing: The figures of the last call that was measured, or None.
     """
 
-    def __init__(self, *, strict: bool = False, timing: bool = False) -> None:
+    def __init__(
+        self,
+        *,
+        strict: bool = False,
+        timing: bool = False,
+        ranges: RangeKind | None = None,
+        pinned_bytes: int = 64 << 20,
+        prefetch_bytes: int = 1 << 30,
+    ) -> None:
         self.strict = strict
         self.timing = timing
         self.last_timing: EmbedTiming | None = None
-        self._mover = FeatureMover()
+        self._options = {
+            "ranges": checked_kind(ranges),
+            "pinned_bytes": pinned_bytes,
+            "prefetch_bytes": prefetch_bytes,
+        }
+        self._ranges = ranges
+        self._mover = FeatureMover(buffer_bytes=pinned_bytes)
+        self._features = Prefetcher(self._mover, prefetch_bytes)
+        self._totals = CallTotals()
         self._encoding = threading.RLock()  # an encoder may call the embedder
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"strict": self.strict, "timing": self.timing}
+        return {"strict": self.strict, "timing": self.timing, **self._options}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         MultimodalEmbedder.__init__(self, **state)
@@ -169,7 +179,7 @@ class MultimodalEmbedder:
             device = input_ids.device
             with self._encoding:
                 failures = encode_plan(
-                    plan, specs, multimodal_model, width, device, self._mover, recorder, isolate=isolate
+                    plan, specs, multimodal_model, width, device, self._features, recorder, isolate=isolate
                 )
             if failures:
                 for item, error in failures.items():
@@ -183,7 +193,7 @@ class MultimodalEmbedder:
             _count_plan(recorder, plan)
             return EmbedResult(embeds, kwargs, failed)
         finally:
-            self._keep_timing(recorder)
+            self._totals.add(self._keep_timing(recorder), calls=1, isolated=len(failed))
 
     def plan(self, ctx: MultimodalForwardContext, num_tokens: int) -> EncodePlan:
         """Plan a batch: the first phase alone; see `mmgraph.planning.build_plan`.
@@ -193,7 +203,7 @@ class MultimodalEmbedder:
             num_tokens: Rows of ``input_ids``.
 
         Returns:
-            The plan; ``dataclasses.replace`` it with fewer ``misses_by_modality`` to encode within a budget.
+            The plan; see `mmgraph.budget.limit_plan` to encode it within a budget.
 
         Raises:
             MultimodalError: Lengths, offsets or aliases are wrong.
@@ -232,9 +242,11 @@ class MultimodalEmbedder:
         try:
             specs = settled_specs(encoders)
             with self._encoding:
-                encode_plan(plan, specs, multimodal_model, width, target, self._mover, recorder, isolate=False)
+                encode_plan(
+                    plan, specs, multimodal_model, width, target, self._features, recorder, isolate=False
+                )
         finally:
-            self._keep_timing(recorder)
+            self._totals.add(self._keep_timing(recorder))
 
     def assemble(
         self,
@@ -263,14 +275,49 @@ class MultimodalEmbedder:
             return None, {}
         check_input_ids(input_ids, least=int(plan.dst_end.max()) + 1)
         recorder = self._recorder(input_ids.device)
-        with recorder.phase("assemble"):
-            text = self._text_rows(input_ids, text_embedding)
-            for error in outside_errors(text, plan, None):
-                raise error
-            result = assemble(plan, text, settled_specs(encoders), multimodal_model, self._mover)
-        _count_plan(recorder, plan)
-        self._keep_timing(recorder)
+        try:
+            with recorder.phase("assemble"):
+                text = self._text_rows(input_ids, text_embedding)
+                for error in outside_errors(text, plan, None):
+                    raise error
+                result = assemble(plan, text, settled_specs(encoders), multimodal_model, self._mover)
+            _count_plan(recorder, plan)
+        finally:
+            self._totals.add(self._keep_timing(recorder), calls=1)
         return result
+
+    def prefetch(
+        self,
+        batch: MultimodalForwardContext | EncodePlan,
+        encoders: Encoders | None = None,
+        *,
+        device: torch.device | str,
+    ) -> int:
+        """Begin to copy the features that a batch to come will have to encode, while another is computed.
+
+        Handles and arrays are read now, and the copies go on the side stream; whichever batch an item comes in uses
+        its copies, if its feature is still the same and unchanged, else it is copied anew. Changes are seen by torch's
+        version counter, so not those made past torch, such as through an array, nor those of a tensor that was made
+        in inference mode. Copies of an item that never comes go with the item. May be called from any thread.
+
+        Args:
+            batch: What is to come, or its plan. Its lengths say which items it touches; its rows need not be there.
+            encoders: As in `apply`; only their ``device`` is read.
+            device: Where features go, unless an encoder's spec says otherwise. Only on CUDA is there anything to do.
+
+        Returns:
+            How many items' copies were begun. An item or request for which that fails is left as it was, and its
+            error comes when it is embedded.
+
+        Raises:
+            MultimodalError: What was given is no batch, or its lists don't fit each other.
+        """
+        with PhaseRecorder(False, lambda: None, self._ranges).phase("prefetch"):
+            return self._features.prefetch_batch(batch, settled_specs(encoders), torch.device(device))
+
+    def counters(self) -> EmbedCounters:
+        """Give what was done since the embedder was made; always counted, from all threads together."""
+        return self._totals.reading(self._features.counts, self._mover.waits)
 
     def _text_rows(self, input_ids: torch.Tensor, embedding: TextEmbedding) -> TextRows:
         return TextRows(input_ids, embedding, strict=self.strict)
@@ -280,18 +327,20 @@ class MultimodalEmbedder:
         synchronize: Callable[[], None] = (
             (lambda: torch.cuda.synchronize(device)) if on_cuda else (lambda: None)
         )
-        return PhaseRecorder(self.timing, synchronize)
+        return PhaseRecorder(self.timing, synchronize, self._ranges)
 
-    def _keep_timing(self, recorder: PhaseRecorder) -> None:
+    def _keep_timing(self, recorder: PhaseRecorder) -> EmbedTiming:
+        timing = recorder.result()
         if recorder.enabled:
-            self.last_timing = recorder.result()
-            _log.info("%s", self.last_timing.line())
+            self.last_timing = timing
+            _log.info("%s", timing.line())
+        return timing
 
 
 VisionEmbedder = MultimodalEmbedder
 
 
 def _count_plan(recorder: PhaseRecorder, plan: EncodePlan) -> None:
+    recorder.count(ranges=len(plan.scatter_ranges))
     if recorder.enabled:
-        rows = int((plan.dst_end - plan.dst_start + 1).sum())
-        recorder.count(ranges=len(plan.scatter_ranges), rows=rows)
+        recorder.count(rows=int((plan.dst_end - plan.dst_start + 1).sum()))

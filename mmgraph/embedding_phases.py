@@ -16,8 +16,9 @@ from mmgraph.errors import MultimodalError, RowsError
 from mmgraph.items import FeatureHandle, MultimodalDataItem
 from mmgraph.modality import Modality
 from mmgraph.planning import EncodePlan
+from mmgraph.prefetch import Prefetcher
 from mmgraph.rows import check_rows
-from mmgraph.staging import FeatureMover, is_handle, settled
+from mmgraph.staging import settled
 from mmgraph.timing import PhaseRecorder
 
 _log = logging.getLogger(__name__)
@@ -29,7 +30,7 @@ def encode_plan(
     model: Any,
     width: int | None,
     device: torch.device,
-    mover: FeatureMover,
+    features: Prefetcher,
     recorder: PhaseRecorder,
     *,
     isolate: bool,
@@ -42,7 +43,7 @@ def encode_plan(
         model: Takes deepstack rows apart.
         width: The text embedding's width, where known.
         device: Where features go, unless a spec says otherwise.
-        mover: Brings them there.
+        features: Reads them and brings them there.
         recorder: Is told of times and counts.
         isolate: Set failing items aside; where an encoder fails on a batch, call it again for each item, to find which.
 
@@ -69,7 +70,7 @@ def encode_plan(
                 model=model,
                 width=width,
                 device=settled(device),
-                mover=mover,
+                features=features,
                 recorder=recorder,
             )
             with recorder.phase("move"):
@@ -82,7 +83,7 @@ def encode_plan(
         with recorder.phase("share"):
             _share(plan, recorder)
         with recorder.phase("cleanup"):
-            _clean_up(plan, consumed, recorder)
+            _clean_up(plan, consumed, features, recorder)
     return failures
 
 
@@ -135,7 +136,10 @@ def _share(plan: EncodePlan, recorder: PhaseRecorder) -> None:
 
 
 def _clean_up(
-    plan: EncodePlan, consumed: list[tuple[MultimodalDataItem, FeatureHandle]], recorder: PhaseRecorder
+    plan: EncodePlan,
+    consumed: list[tuple[MultimodalDataItem, FeatureHandle]],
+    features: Prefetcher,
+    recorder: PhaseRecorder,
 ) -> None:
     """Drop the features of encoded items and give up their handles; items that failed keep theirs."""
     used_up = [handle for item, handle in consumed if item.encoded is not None]
@@ -143,11 +147,9 @@ def _clean_up(
         for finished in (item, *plan.aliases_by_canonical.get(item, ())):
             if finished.encoded is None or finished.feature is None:
                 continue
-            if is_handle(finished.feature):
-                used_up.append(finished.feature)
-            else:
-                recorder.count(features_released=1)
-            finished.feature = None
+            raw, handles = features.drop(finished)
+            used_up += handles
+            recorder.count(features_released=int(raw))
     for handle in used_up:
         try:
             handle.release()

@@ -24,8 +24,9 @@ from mmgraph.errors import (
 from mmgraph.items import FeatureHandle, MultimodalDataItem, describe_item
 from mmgraph.modality import Modality
 from mmgraph.planning import EncodePlan
+from mmgraph.prefetch import Prefetcher
 from mmgraph.rows import check_rows, cut_rows, joined_output, separated_rows
-from mmgraph.staging import FeatureMover, load_feature, settled
+from mmgraph.staging import settled
 from mmgraph.timing import PhaseRecorder
 
 
@@ -97,7 +98,7 @@ class ModalityEncoder:
         model: Takes deepstack rows apart.
         width: The text embedding's width, where known.
         device: Where features go.
-        mover: Brings them there.
+        features: Reads them and brings them there.
         recorder: Is told of times and counts.
     """
 
@@ -110,7 +111,7 @@ class ModalityEncoder:
         model: Any,
         width: int | None,
         device: torch.device,
-        mover: FeatureMover,
+        features: Prefetcher,
         recorder: PhaseRecorder,
     ) -> None:
         self.plan = plan
@@ -119,7 +120,7 @@ class ModalityEncoder:
         self.model = model
         self.width = width
         self.device = settled(torch.device(spec.device)) if spec.device is not None else device
-        self.mover = mover
+        self.features = features
         self.recorder = recorder
         self.consumed: list[tuple[MultimodalDataItem, FeatureHandle]] = []
         self._sources: dict[MultimodalDataItem, MultimodalDataItem] = {}
@@ -142,7 +143,7 @@ class ModalityEncoder:
             if twin.feature is None and self.spec.needs_feature:
                 continue
             try:
-                handle = load_feature(twin)
+                handle = self.features.load(twin)
             except MultimodalError as error:
                 if failure is None:
                     failure = type(error)(f"request {request}: {error}", request=request)
@@ -195,7 +196,7 @@ class ModalityEncoder:
 
     def _move(self, items: Sequence[MultimodalDataItem], sources: Sequence[MultimodalDataItem]) -> None:
         try:
-            moved = self.mover.move_features([source.feature for source in sources], self.device)
+            moved = self.features.bring(sources, self.device)
         except Exception as error:
             raise FeatureError(
                 f"the features of {self._named(items)} can't be brought to {self.device}: "

@@ -1,15 +1,19 @@
 """Phase times and counts of the embedder, kept out of its logic.
 
 Promises: a recorder that is off does nothing and never synchronises; one that is on waits for the device at
-both ends of each phase, so that a phase's time is its own.
+both ends of each phase, so that a phase's time is its own. Ranges for profilers cost nothing while nobody listens.
 """
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from typing import Any
 
 from mmgraph.modality import Modality
+from mmgraph.ranges import RangeKind, phase_range
+
+_NOTHING = nullcontext()
 
 PHASES = ("plan", "move", "encode", "share", "assemble", "cleanup")
 
@@ -69,34 +73,43 @@ class EmbedTiming:
 
 
 class PhaseRecorder:
-    """Collects times and counts of one call.
+    """Collects times and counts of one call, and marks its phases for profilers.
 
     Args:
         enabled: Off: nothing is measured and the device is left alone.
         synchronize: Waits for the device.
+        ranges: As in `mmgraph.ranges.phase_range`.
     """
 
-    def __init__(self, enabled: bool, synchronize: Callable[[], None]) -> None:
+    def __init__(self, enabled: bool, synchronize: Callable[[], None], ranges: RangeKind | None = None) -> None:
         self.enabled = enabled
         self._synchronize = synchronize
+        self._ranges = ranges
         self._seconds: dict[str, float] = {}
         self._counts: dict[str, int] = {}
         self._misses: dict[Modality, int] = {}
         self._encoders: dict[Modality, EncoderCounts] = {}
 
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        """Add the time of a block to a phase, inside its range."""
+        named = phase_range(name, self._ranges)
+        if named is None and not self.enabled:
+            return _NOTHING
+        return self._observed(name, named)
+
     @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Add the time of the block to a phase."""
-        if not self.enabled:
-            yield
-            return
-        self._synchronize()
-        begin = time.perf_counter()
-        try:
-            yield
+    def _observed(self, name: str, named: AbstractContextManager[Any] | None) -> Iterator[None]:
+        with named or _NOTHING:
+            if not self.enabled:
+                yield
+                return
             self._synchronize()
-        finally:
-            self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - begin
+            begin = time.perf_counter()
+            try:
+                yield
+                self._synchronize()
+            finally:
+                self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - begin
 
     def count(self, **amounts: int) -> None:
         """Add to counts, by their names in `EmbedTiming`."""
