@@ -135,9 +135,15 @@ class _Entrance:
             plain = [source.detach().resolve_conj().resolve_neg() for source in sources]
             self.lane.follow(plain)
             with self.lane.entered():
-                visit = _Visit(self.lane, self.ring, plain)
+                readable = [self.lane.reads(source) for source in plain]
+                visit = _Visit(self.lane, self.ring)
+                visit.ahead = sum(
+                    _padded(source.nbytes) for source, direct in zip(plain, readable, strict=True) if not direct
+                )
                 try:
-                    copies = [visit.copy(source) for source in plain]
+                    copies = [
+                        visit.copy(source, direct) for source, direct in zip(plain, readable, strict=True)
+                    ]
                 finally:
                     event = visit.close()
                     self._keep(event, visit.direct)
@@ -158,22 +164,23 @@ class _Visit:
 
     Attributes:
         direct: The sources that the device reads where they are.
+        ahead: Bytes that are still to go through the ring, as far as known.
     """
 
-    def __init__(self, lane: Lane, ring: PinnedRing, sources: Sequence[torch.Tensor]) -> None:
+    def __init__(self, lane: Lane, ring: PinnedRing) -> None:
         self.direct: list[torch.Tensor] = []
         self._lane = lane
         self._ring = ring
         self._buffer: PinnedBuffer | None = None
-        self._ahead = sum(_padded(source.nbytes) for source in sources if not lane.reads(source))
+        self.ahead = 0
 
-    def copy(self, source: torch.Tensor) -> torch.Tensor:
-        """Begin the copy of one tensor; give where it goes."""
+    def copy(self, source: torch.Tensor, readable: bool) -> torch.Tensor:
+        """Begin the copy of one tensor, which the device can read or not; give where it goes."""
         target = self._lane.allocate(source)
         if not source.numel():
             return target
         dense = source.stride() == target.stride() or (source.is_contiguous() and target.is_contiguous())
-        if self._lane.reads(source) and (dense or source.device.type != "cpu"):
+        if readable and (dense or source.device.type != "cpu"):
             self.direct.append(source)
             self._lane.copy(target, source)
             return target
@@ -205,9 +212,9 @@ class _Visit:
         if self._buffer is not None and self._buffer.room < least:
             self.close()
         if self._buffer is None:
-            self._buffer = self._ring.take(max(self._ahead, nbytes))
+            self._buffer = self._ring.take(max(self.ahead, nbytes))
         room = self._buffer.write(min(nbytes, self._buffer.room))
-        self._ahead -= _padded(room.numel())
+        self.ahead -= _padded(room.numel())
         return room
 
 

@@ -176,6 +176,25 @@ def test_a_prefetched_feature_is_not_copied_again() -> None:
     assert counts.prefetch_dropped == 0
 
 
+def test_a_feature_that_can_go_early_in_part_is_put_together() -> None:
+    class Special(torch.Tensor):
+        """Not plain memory, so torch is to copy it; on the simulated device it is there at once."""
+
+        def to(self, *args: object, **options: object) -> "Special":
+            return self
+
+    world = World(0)
+    embedder, reader = simulated(world), Reader(world)
+    special = torch.ones(2).as_subclass(Special)
+    item = image({"a": special, "b": [rows(1), 5, special], "c": rows(2)})
+    reader.expect(item, torch.ones(2), rows(1), torch.ones(2), rows(2))
+    assert embedder.prefetch(batch([item]), device=DEVICE) == 1
+    encode(embedder, [item], reader)
+    world.drain()
+    assert world.wrong == []
+    assert (embedder.counters().features_moved, embedder.counters().prefetch_hits) == (2, 1)
+
+
 def replaced(item: MultimodalDataItem) -> None:
     item.feature = item.feature.clone()
 

@@ -257,9 +257,11 @@ def test_strides_of_dense_features_are_kept() -> None:
     mover = FeatureMover(lane=lambda device: SimulatedLane(world), buffer_bytes=1024)
     last = torch.arange(2 * 3 * 4 * 5, dtype=torch.float32).reshape(2, 3, 4, 5)
     last = last.to(memory_format=torch.channels_last)
-    moved = mover.move([last, last[:, :2]], DEVICE)
+    sources = [last, last[:, :2], torch.tensor(2.5), last[0, 0, 0, 0]]
+    moved = mover.move(sources, DEVICE)
     assert moved[0].is_contiguous(memory_format=torch.channels_last)
-    for copy, source in zip(moved, [last, last[:, :2]], strict=True):
+    for copy, source in zip(moved, sources, strict=True):
+        assert copy.shape == source.shape
         world.kernel(copy, source, str(tuple(source.shape)))
     world.drain()
     assert world.wrong == []
