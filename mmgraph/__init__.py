@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from mmgraph.planning import EncodePlan as EncodePlan
     from mmgraph.planning import ScatterRange as ScatterRange
     from mmgraph.planning import build_plan as build_plan
+    from mmgraph.transport import ShmTensorHandle as ShmTensorHandle
 
 _HOMES = {
     "DeepstackRows": "mmgraph.embedder",
@@ -45,9 +46,10 @@ _HOMES = {
     "EncodePlan": "mmgraph.planning",
     "ScatterRange": "mmgraph.planning",
     "build_plan": "mmgraph.planning",
+    "ShmTensorHandle": "mmgraph.transport",
 }
 
-_ROOMS = ("capture", "embedder", "errors", "inputs", "ops", "planning")
+_ROOMS = ("capture", "embedder", "errors", "inputs", "ops", "planning", "transport")
 
 __all__ = [*sorted(_HOMES), "__version__"]
 

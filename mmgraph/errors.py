@@ -73,6 +73,30 @@ class LookupInputError(MultimodalError, ValueError):
     """``input_ids`` or the text embedding is not what the embedder can look up."""
 
 
+class TransportError(MultimodalError, RuntimeError):
+    """Shared memory can't be used: the system refuses, or a handle isn't one that was published."""
+
+
+class FeatureNotPublishableError(TransportError, ValueError):
+    """A feature holds something that shared memory can't carry."""
+
+
+class SharedMemoryFullError(TransportError):
+    """There is no room in shared memory for a feature."""
+
+
+class SegmentGoneError(TransportError):
+    """The shared memory of a handle was consumed, released or swept before the handle was attached."""
+
+
+class SegmentDamagedError(TransportError):
+    """The shared memory of a handle isn't as it was published."""
+
+
+class HandleStateError(TransportError):
+    """A handle was consumed without being attached, or used after it was consumed or released."""
+
+
 def __getattr__(name: str) -> Any:
     """Find the errors of ``mmgraph.capture`` and ``mmgraph.ops`` under this module too, in that order."""
     if not name.startswith("_"):
