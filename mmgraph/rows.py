@@ -39,6 +39,10 @@ def check_rows(item: MultimodalDataItem, width: int | None, levels: int) -> None
 def joined_output(output: Any, counts: Sequence[int], refusal: Refusal) -> torch.Tensor:
     """Bring what an encoder returned into one tensor of rows.
 
+    One tensor of rows shows only how many there are in all. Where there are as many tensors as items, or a stack of as
+    many matrices, each is taken for its item's rows and counted: else a row too many in one and too few in another
+    would cancel out, and every row between them would go to the wrong item.
+
     Args:
         output: A tensor, or a list or tuple of tensors; leading shapes are flattened.
         counts: The items' token counts.
@@ -51,12 +55,16 @@ def joined_output(output: Any, counts: Sequence[int], refusal: Refusal) -> torch
         EncoderOutputError: It isn't that.
     """
     tensors = list(output) if isinstance(output, list | tuple) else [output]
+    stacked = _usable(output) and output.dim() == 3
     for tensor in tensors:
         if not _usable(tensor) or tensor.dim() == 0:
             raise refusal("a floating-point tensor of rows, dense and with data", described(tensor))
     flat = [tensor.reshape(tensor.shape[:-1].numel(), tensor.shape[-1]) for tensor in tensors]
     if len({(tensor.shape[1], tensor.device) for tensor in flat}) != 1:
         raise refusal("rows of one width on one device", str([described(tensor) for tensor in flat]))
+    each = [output.shape[1]] * output.shape[0] if stacked else [tensor.shape[0] for tensor in flat]
+    if len(each) == len(counts) > 1 and each != list(counts):
+        raise refusal(f"{sum(counts)} rows, per item {list(counts)}", f"{sum(each)} rows, per item {each}")
     rows = flat[0] if len(flat) == 1 else torch.cat(flat)
     if rows.shape[0] != sum(counts):
         raise refusal(f"{sum(counts)} rows, per item {list(counts)}", f"{rows.shape[0]} rows")
