@@ -11,7 +11,15 @@ if __name__ != "mmgraph.ops":
     )
 
 from mmgraph.ops import schemas as _schemas  # noqa: F401 - defines every op before anything implements one
-from mmgraph.ops.assembly import assemble_embeddings, assemble_embeddings_out, deepstack_add, merge_embeddings
+from mmgraph.ops.assembly import (
+    assemble_embeddings,
+    assemble_embeddings_out,
+    deepstack_add,
+    deepstack_add_,
+    expand_ranges,
+    merge_embeddings,
+    store_rows,
+)
 from mmgraph.ops.attention import (
     BackendReport,
     attention_backend,
@@ -55,11 +63,14 @@ __all__ = [
     "attention_backend",
     "check_errors",
     "deepstack_add",
+    "deepstack_add_",
+    "expand_ranges",
     "explain_backends",
     "merge_embeddings",
     "packed_qkv_rope",
     "packed_qkv_rope_",
     "prepare_device",
     "select_backend",
+    "store_rows",
     "varlen_attention",
 ]

@@ -14,6 +14,8 @@ import torch
 from mmgraph.ops.errors import ArgumentError, CountMismatchError, DataError, GradientError
 
 _LARGEST_INT = 2**63 - 1
+UNUSED_RANGE = 2**31 - 1
+_LARGEST_ROW = 2**31 - 2  # a row map's entries are of 32 bits, and the largest is padding
 _ID_DTYPES = (torch.int64, torch.int32)
 ATTENTION_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
@@ -116,7 +118,41 @@ def _check_row_map(op: str, row_map: torch.Tensor, rows: Any) -> None:
 def check_assemble(
     input_ids: torch.Tensor, table: torch.Tensor, pool: torch.Tensor, row_map: torch.Tensor
 ) -> None:
-    """Check ids ``[T]``, table ``[V, H]``, pool ``[R, H]`` and row map ``[T]``."""
+    """Check ids ``[T]``, table ``[V, H]``, pool ``[R, H]`` and row map ``[T]``.
+
+    One condition, because it runs on every call; what is wrong is found out when something is.
+    """
+    ids, tables, pools, entries = input_ids.shape, table.shape, pool.shape, row_map.shape
+    device = table.device
+    if (
+        len(ids) == len(entries) == 1
+        and len(tables) == len(pools) == 2
+        and ids[0] == entries[0]
+        and tables[1] == pools[1]
+        and input_ids.dtype in _ID_DTYPES
+        and row_map.dtype == torch.int32
+        and table.is_floating_point()
+        and pool.is_floating_point()
+        and device == input_ids.device == pool.device == row_map.device
+    ):
+        return
+    _diagnose_assemble(input_ids, table, pool, row_map)
+
+
+def check_texts(op: str, input_ids: torch.Tensor, table: torch.Tensor) -> None:
+    """Check ids ``[T]`` and table ``[V, H]``."""
+    if input_ids.dim() != 1 or input_ids.dtype not in _ID_DTYPES:
+        raise ArgumentError(
+            f"{op}: input_ids must be a one-dimensional int32 or int64 tensor, got {_kind(input_ids)}; "
+            "flatten a batch first."
+        )
+    _check_matrix(op, "table", table)
+    _check_same_device(op, "table", table.device, input_ids=input_ids)
+
+
+def _diagnose_assemble(
+    input_ids: torch.Tensor, table: torch.Tensor, pool: torch.Tensor, row_map: torch.Tensor
+) -> None:
     op = "assemble_embeddings"
     if input_ids.dim() != 1 or input_ids.dtype not in _ID_DTYPES:
         raise ArgumentError(
@@ -140,6 +176,12 @@ def check_assemble_out(
     """Check the inputs as ``check_assemble`` does, and ``out`` ``[T, H]`` in the table's dtype; refuse gradients."""
     check_assemble(input_ids, table, pool, row_map)
     op = "assemble_embeddings_out"
+    check_out(op, input_ids, table, out)
+    refuse_gradients(op, "use assemble_embeddings, or call it under torch.no_grad().", table, pool, out)
+
+
+def check_out(op: str, input_ids: torch.Tensor, table: torch.Tensor, out: torch.Tensor) -> None:
+    """Check out ``[T, H]`` in the table's dtype."""
     if out.dim() != 2 or out.shape[0] != input_ids.shape[0] or out.shape[1] != table.shape[1]:
         raise ArgumentError(
             f"{op}: out must have shape [{input_ids.shape[0]}, {table.shape[1]}], got {list(out.shape)}; "
@@ -148,12 +190,12 @@ def check_assemble_out(
     if out.dtype != table.dtype:
         raise ArgumentError(f"{op}: out must have the table's dtype, {table.dtype}, got {out.dtype}.")
     _check_same_device(op, "table", table.device, out=out)
-    refuse_gradients(op, "use assemble_embeddings, or call it under torch.no_grad().", table, pool, out)
 
 
-def check_deepstack(hidden: torch.Tensor, pool: torch.Tensor, row_map: torch.Tensor, level: int) -> None:
+def check_deepstack(
+    op: str, hidden: torch.Tensor, pool: torch.Tensor, row_map: torch.Tensor, level: int
+) -> None:
     """Check hidden ``[T, H]``, pool ``[R, levels * H]``, row map ``[T]`` and the level."""
-    op = "deepstack_add"
     _check_matrix(op, "hidden", hidden)
     _check_matrix(op, "pool", pool)
     width, total = hidden.shape[1], pool.shape[1]
@@ -163,6 +205,46 @@ def check_deepstack(hidden: torch.Tensor, pool: torch.Tensor, row_map: torch.Ten
         raise ArgumentError(f"{op}: level must be between 0 and {total // width - 1}, got {level}.")
     _check_row_map(op, row_map, hidden.shape[0])
     _check_same_device(op, "hidden", hidden.device, pool=pool, row_map=row_map)
+
+
+def check_deepstack_in_place(
+    hidden: torch.Tensor, pool: torch.Tensor, row_map: torch.Tensor, level: int
+) -> None:
+    """Check as ``check_deepstack`` does; refuse gradients."""
+    check_deepstack("deepstack_add_", hidden, pool, row_map, level)
+    refuse_gradients("deepstack_add_", "use deepstack_add, or call it under torch.no_grad().", hidden, pool)
+
+
+def check_store(rows: torch.Tensor, places: torch.Tensor, out: torch.Tensor) -> None:
+    """Check rows ``[n, H]``, places int32 ``[n]`` and out ``[R, H]``; refuse gradients."""
+    op = "store_rows"
+    _check_matrix(op, "rows", rows)
+    _check_matrix(op, "out", out)
+    if rows.shape[1] != out.shape[1]:
+        raise ArgumentError(f"{op}: rows must be as wide as out, {out.shape[1]}, got {rows.shape[1]}.")
+    if places.dim() != 1 or places.dtype != torch.int32 or places.shape[0] != rows.shape[0]:
+        raise ArgumentError(
+            f"{op}: places must be int32 with one entry for each of {rows.shape[0]} rows, got {_kind(places)}."
+        )
+    _check_same_device(op, "out", out.device, rows=rows, places=places)
+    refuse_gradients(op, "detach what is stored, or call it under torch.no_grad().", rows, out)
+
+
+def not_adjacent(op: str, name: str, tensor: torch.Tensor) -> ArgumentError:
+    """The error of a buffer that a kernel writes by rows and whose columns aren't adjacent."""
+    return ArgumentError(
+        f"{op}: {name}'s columns must be adjacent in memory, got strides {list(tensor.stride())}; give it rows."
+    )
+
+
+def check_ranges(ranges: torch.Tensor, num_rows: Any) -> None:
+    """Check ranges int32 ``[n, 3]`` and the number of rows."""
+    if ranges.dim() != 2 or ranges.shape[1] != 3 or ranges.dtype != torch.int32:
+        raise ArgumentError(
+            f"expand_ranges: ranges must be int32 [n, 3] (first row, last row, first pool row), got {_kind(ranges)}."
+        )
+    if isinstance(num_rows, int) and not 0 <= num_rows <= _LARGEST_ROW:
+        raise ArgumentError(f"expand_ranges: num_rows must be between 0 and {_LARGEST_ROW}, got {num_rows}.")
 
 
 def check_merge(embeds: torch.Tensor, mask: torch.Tensor, features: torch.Tensor) -> None:

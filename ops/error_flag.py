@@ -22,6 +22,8 @@ class Fault(enum.IntEnum):
     DEEPSTACK_ROW = 2
     MERGE_COUNT = 3
     ATTENTION_OFFSETS = 4
+    STORE_ROW = 5
+    RANGES = 6
 
 
 FIELDS = 3  # count, row, value
@@ -47,6 +49,14 @@ _MESSAGES = {
     Fault.ATTENTION_OFFSETS: (
         "varlen_attention: cu_seqlens doesn't fit: sequence {row} has {value} rows by its offsets ({count} such "
         "sequences). Offsets start at 0, never decrease and end within the tokens; no length passes max_seqlen."
+    ),
+    Fault.STORE_ROW: (
+        "store_rows: a place was outside the buffer: row {row} had {value} ({count} such rows). Places are -1 for "
+        "nowhere or an index below the buffer's rows. Those rows were not stored."
+    ),
+    Fault.RANGES: (
+        "expand_ranges: ranges must ascend, not overlap, and end inside the rows: range {row} begins at {value} "
+        "({count} such blocks of ranges). Unused ranges go last and begin at 2^31 - 1."
     ),
 }
 

@@ -1,80 +1,39 @@
-"""``RowMap``: which pool row each output row takes; built and checked on the host, copied without a stall.
+"""``RowMap``: which pool row each output row takes; built and checked on the host.
 
-Ranges are checked and overlaps resolved here, in numpy, so that the kernel is one gather. The device copy leaves from a
-pinned buffer that isn't reused before the copy's event has passed.
+It is kept as ranges, ascending and disjoint: what overlaps is resolved here, in numpy, so that no kernel has to. The
+device is sent ranges too, far fewer bytes than entries, and writes the entries itself where they are needed.
 """
 
-import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from mmgraph.ops.errors import ArgumentError, DuringCaptureError
+from mmgraph.ops.checks import UNUSED_RANGE
+from mmgraph.ops.errors import ArgumentError
+from mmgraph.ops.pinned_ring import on_loan, upload
+from mmgraph.ops.registration import overload
 
-_SLOTS = 8
-_SMALLEST = 4096
-
-
-class _Slot:
-    """A pinned buffer and the event that ends the last copy from it."""
-
-    def __init__(self, rows: int) -> None:
-        with torch.inference_mode(False):
-            self.tensor = torch.empty(rows, dtype=torch.int32, device="cpu", pin_memory=True)
-        self.array: npt.NDArray[np.int32] = self.tensor.numpy()
-        self.event = torch.cuda.Event()
-
-
-class _PinnedRing:
-    """Pinned buffers of one device; a buffer in flight is passed over, and waited for only when all are."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._slots: list[_Slot] = []
-
-    def copy(self, values: npt.NDArray[np.int32], device: torch.device) -> torch.Tensor:
-        out = torch.empty(values.shape[0], dtype=torch.int32, device=device)
-        with self._lock, torch.cuda.device(device):
-            slot = self._take(values.shape[0])
-            slot.array[: values.shape[0]] = values
-            out.copy_(slot.tensor[: values.shape[0]], non_blocking=True)
-            slot.event.record(torch.cuda.current_stream(device))
-            self._slots.append(slot)  # newest last, so that the oldest copy is tried first
-        return out
-
-    def _take(self, rows: int) -> _Slot:
-        for index, slot in enumerate(self._slots):
-            if slot.event.query():
-                del self._slots[index]
-                return slot if slot.array.shape[0] >= rows else self._make(rows)
-        if len(self._slots) < _SLOTS:
-            return self._make(rows)
-        slot = self._slots.pop(0)
-        slot.event.synchronize()
-        return slot if slot.array.shape[0] >= rows else self._make(rows)
-
-    @staticmethod
-    def _make(rows: int) -> _Slot:
-        return _Slot(max(_SMALLEST, 1 << (rows - 1).bit_length()))
-
-
-_rings: dict[torch.device, _PinnedRing] = {}
-_rings_lock = threading.Lock()
+_Indices = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowMap:
-    """For each output row the pool row that it takes, or -1 for its text row.
+    """For each output row the pool row that it takes, or none: then the row is text.
 
     Attributes:
-        host: int32 ``[num_rows]``, read-only.
-        pool_rows: The number of pool rows that the values were checked against.
+        num_rows: Rows of the output.
+        pool_rows: The number of pool rows that the ranges were checked against.
+        ranges: int32 ``[ranges, 3]``, read-only: first row, last row (inclusive) and first pool row of each, ascending
+            and disjoint.
     """
 
-    host: npt.NDArray[np.int32]
+    num_rows: int
     pool_rows: int
+    ranges: npt.NDArray[np.int32]
+    _entries: list[npt.NDArray[np.int32]] = field(default_factory=list, repr=False)
 
     @classmethod
     def from_ranges(
@@ -86,7 +45,7 @@ class RowMap:
         *,
         pool_rows: int,
     ) -> "RowMap":
-        """Build the map from ranges; where ranges overlap, the later one wins.
+        """Build the map from ranges in any order; where ranges overlap, the later one wins.
 
         Args:
             num_rows: Rows of the output.
@@ -113,30 +72,36 @@ class RowMap:
                 "dst_start, dst_end and src_start must have one entry per range, got "
                 f"{first.shape[0]}, {last.shape[0]} and {source.shape[0]}."
             )
-        lengths = last - first + 1
-        _check(first, last, lengths <= 0, "must not be empty: dst_end is inclusive and at least dst_start")
-        _check(first, last, (first < 0) | (last >= num_rows), f"must lie inside the {num_rows} output rows")
-        source_last = source + lengths - 1
-        # By subtraction: the sum overflows for a source near the largest integer.
-        outside = (source < 0) | (source > pool_rows - lengths)
-        _check(source, source_last, outside, f"must lie inside the {pool_rows} pool rows", what="source")
-
-        values = np.full(num_rows, -1, dtype=np.int32)
-        if lengths.shape[0]:
-            ends = np.cumsum(lengths)
-            step = np.arange(ends[-1]) - np.repeat(ends - lengths, lengths)
-            # numpy keeps the last value where an index is repeated, which is the later range.
-            values[np.repeat(first, lengths) + step] = np.repeat(source, lengths) + step
-        values.setflags(write=False)
-        return cls(values, pool_rows)
+        ranges = np.empty((first.shape[0], 3), dtype=np.int32)
+        if first.shape[0]:
+            extent = last - first  # rows, less one
+            # By subtraction: the sum overflows for a source near the largest integer.
+            room = (pool_rows - 1) - extent - source
+            if min(extent.min(), first.min(), source.min(), room.min(), num_rows - 1 - last.max()) < 0:
+                _diagnose(num_rows, pool_rows, first, last, source)
+            if first.shape[0] > 1 and (first[1:] <= last[:-1]).any():
+                first, last, source = _disjoint(num_rows, first, last, source)
+                ranges = np.empty((first.shape[0], 3), dtype=np.int32)
+            ranges[:, 0], ranges[:, 1], ranges[:, 2] = first, last, source
+        ranges.setflags(write=False)
+        return cls(num_rows, pool_rows, ranges)
 
     @property
-    def num_rows(self) -> int:
-        """Rows of the output."""
-        return int(self.host.shape[0])
+    def host(self) -> npt.NDArray[np.int32]:
+        """The entries, int32 ``[num_rows]``, read-only: a pool row, or -1; made at first use."""
+        if not self._entries:
+            entries = _entries_of(self.num_rows, *self.ranges.astype(np.int64).T)
+            entries.setflags(write=False)
+            self._entries.append(entries)
+        return self._entries[0]
+
+    @property
+    def flat_ranges(self) -> npt.NDArray[Any]:
+        """The ranges one after another, int32; one that covers nothing where there is none."""
+        return self.ranges.reshape(-1) if self.ranges.shape[0] else _NO_RANGE
 
     def to(self, device: torch.device | str) -> torch.Tensor:
-        """A copy on a device, int32 ``[num_rows]``; on CUDA enqueued on the current stream, without a stall.
+        """The entries on a device, int32 ``[num_rows]``; on CUDA enqueued on the current stream, without a stall.
 
         Args:
             device: Where to.
@@ -148,23 +113,38 @@ class RowMap:
             DuringCaptureError: The current stream is being captured: the copy would be repeated from a reused buffer.
         """
         target = torch.device(device)
-        if target.type != "cuda":
-            return torch.from_numpy(self.host.copy()).to(target)
-        if torch.cuda.is_current_stream_capturing():
-            raise DuringCaptureError(
-                "RowMap.to(device) can't run inside a capture: the graph would copy from a buffer that is reused. "
-                "Copy it before the capture and pass the tensor."
-            )
-        if target == torch.device("cuda"):  # no index given
-            target = torch.device("cuda", torch.cuda.current_device())
-        if self.num_rows == 0:
-            return torch.empty(0, dtype=torch.int32, device=target)
-        with _rings_lock:
-            ring = _rings.setdefault(target, _PinnedRing())
-        return ring.copy(self.host, target)
+        if target.type != "cuda" or not 0 < self.ranges.size <= self.num_rows:
+            return upload(self.host, target, "RowMap.to(device)")
+        with on_loan(self.flat_ranges, target, "RowMap.to(device)") as ranges:
+            flat = ranges[: self.flat_ranges.shape[0]]
+            expanded: torch.Tensor = _expand(flat.view(-1, 3), self.num_rows)
+        return expanded
+
+    def padded_ranges(self, capacity: int) -> npt.NDArray[np.int32]:
+        """The ranges with unused ones behind them, for a buffer of fixed size that ``expand_ranges`` reads.
+
+        Args:
+            capacity: Ranges that the buffer holds.
+
+        Returns:
+            int32 ``[capacity, 3]``.
+
+        Raises:
+            ArgumentError: There are more ranges than that.
+        """
+        count = self.ranges.shape[0]
+        if count > capacity:
+            raise ArgumentError(f"a buffer of {capacity} ranges can't hold this map's {count}; make it larger.")
+        padded = np.full((capacity, 3), UNUSED_RANGE, dtype=np.int32)
+        padded[:count] = self.ranges
+        return padded
 
 
-def _as_indices(name: str, values: npt.ArrayLike) -> npt.NDArray[np.int64]:
+_NO_RANGE = np.array([0, -1, 0], dtype=np.int32)
+_expand = overload("expand_ranges")
+
+
+def _as_indices(name: str, values: npt.ArrayLike) -> _Indices:
     array = np.asarray(values)
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
         raise ArgumentError(
@@ -173,9 +153,49 @@ def _as_indices(name: str, values: npt.ArrayLike) -> npt.NDArray[np.int64]:
     return array.astype(np.int64, copy=False)
 
 
+def _entries_of(num_rows: int, first: _Indices, last: _Indices, source: _Indices) -> npt.NDArray[np.int32]:
+    """The entries of ranges in order: where they overlap, the later wins."""
+    entries = np.full(num_rows, -1, dtype=np.int32)
+    if first.shape[0]:
+        lengths = last - first + 1
+        ends = np.cumsum(lengths)
+        step = np.arange(ends[-1]) - np.repeat(ends - lengths, lengths)
+        # numpy keeps the last value where an index is repeated, which is the later range.
+        entries[np.repeat(first, lengths) + step] = np.repeat(source, lengths) + step
+    return entries
+
+
+def _disjoint(
+    num_rows: int, first: _Indices, last: _Indices, source: _Indices
+) -> tuple[_Indices, _Indices, _Indices]:
+    """The same rows as ascending, disjoint ranges."""
+    order = np.argsort(first, kind="stable")
+    in_order = first[order], last[order], source[order]
+    if (in_order[0][1:] > in_order[1][:-1]).all():
+        return in_order
+    entries = _entries_of(num_rows, first, last, source).astype(np.int64)
+    covered = entries >= 0
+    follows = np.zeros(num_rows, dtype=np.bool_)  # the row before has the pool row before
+    follows[1:] = covered[1:] & covered[:-1] & (entries[1:] == entries[:-1] + 1)
+    ends_here = np.ones(num_rows, dtype=np.bool_)
+    ends_here[:-1] = ~follows[1:]
+    begins = np.flatnonzero(covered & ~follows)
+    return begins, np.flatnonzero(covered & ends_here), entries[begins]
+
+
+def _diagnose(num_rows: int, pool_rows: int, first: _Indices, last: _Indices, source: _Indices) -> None:
+    """Raise the error of ranges of which one is wrong."""
+    lengths = last - first + 1
+    _check(first, last, lengths <= 0, "must not be empty: dst_end is inclusive and at least dst_start")
+    _check(first, last, (first < 0) | (last >= num_rows), f"must lie inside the {num_rows} output rows")
+    outside = (source < 0) | (source > pool_rows - lengths)
+    source_last = source + lengths - 1
+    _check(source, source_last, outside, f"must lie inside the {pool_rows} pool rows", what="source")
+
+
 def _check(
-    first: npt.NDArray[np.int64],
-    last: npt.NDArray[np.int64],
+    first: _Indices,
+    last: _Indices,
     wrong: npt.NDArray[np.bool_],
     rule: str,
     *,

@@ -56,8 +56,21 @@ def _fake_merge_backward(
 
 
 def _fake_deepstack(hidden: Tensor, pool: Tensor, row_map: Tensor, level: int) -> Tensor:
-    checks.check_deepstack(hidden, pool, row_map, level)
+    checks.check_deepstack("deepstack_add", hidden, pool, row_map, level)
     return hidden.new_empty(hidden.shape)
+
+
+def _fake_deepstack_in_place(hidden: Tensor, pool: Tensor, row_map: Tensor, level: int) -> None:
+    checks.check_deepstack_in_place(hidden, pool, row_map, level)
+
+
+def _fake_store(rows: Tensor, places: Tensor, *, out: Tensor) -> None:
+    checks.check_store(rows, places, out)
+
+
+def _fake_expand(ranges: Tensor, num_rows: Any) -> Tensor:
+    checks.check_ranges(ranges, num_rows)
+    return ranges.new_empty((num_rows,))
 
 
 def _fake_deepstack_backward(
@@ -205,6 +218,13 @@ _SPECS = (
     ),
     OpSpec("deepstack_add", _DEEPSTACK, _fake_deepstack),
     OpSpec("deepstack_add_autograd", _DEEPSTACK, _fake_deepstack),
+    OpSpec(
+        "deepstack_add_",
+        "(Tensor(a!) hidden, Tensor pool, Tensor row_map, int level) -> ()",
+        _fake_deepstack_in_place,
+    ),
+    OpSpec("store_rows", "(Tensor rows, Tensor places, *, Tensor(a!) out) -> ()", _fake_store),
+    OpSpec("expand_ranges", "(Tensor ranges, SymInt num_rows) -> Tensor", _fake_expand),
     OpSpec(
         "deepstack_add_backward",
         "(Tensor grad, Tensor row_map, int level, SymInt pool_rows, int pool_width, ScalarType pool_dtype) -> Tensor",

@@ -1,12 +1,15 @@
 """The assembly calls that users make; they pick the op with or without a gradient and nothing else."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import cast
 
 import torch
 
 from mmgraph.ops import checks
+from mmgraph.ops.assembly.gather import Gather, can_gather, check_texts, checked_parts, gather, joined
 from mmgraph.ops.errors import ArgumentError
-from mmgraph.ops.registration import overload
+from mmgraph.ops.overlap import check_no_overlap
+from mmgraph.ops.registration import mark_written, overload
 from mmgraph.ops.row_map import RowMap
 
 _Op = Callable[..., torch.Tensor]
@@ -18,6 +21,9 @@ _merge: _Op = overload("merge_embeddings")
 _merge_autograd: _Op = overload("merge_embeddings_autograd")
 _deepstack: _Op = overload("deepstack_add")
 _deepstack_autograd: _Op = overload("deepstack_add_autograd")
+_deepstack_in_place = overload("deepstack_add_")
+_store = overload("store_rows")
+_expand: _Op = overload("expand_ranges")
 
 
 def _map_tensor(row_map: RowMap | torch.Tensor, pool: torch.Tensor) -> torch.Tensor:
@@ -34,10 +40,28 @@ def _map_tensor(row_map: RowMap | torch.Tensor, pool: torch.Tensor) -> torch.Ten
     return row_map.to(pool.device)
 
 
+def _parts_of(op: str, pool: torch.Tensor | Sequence[torch.Tensor], row_map: object) -> list[torch.Tensor]:
+    """The pool as a list, for a call with a RowMap."""
+    if isinstance(pool, torch.Tensor) or not isinstance(pool, (list, tuple)):
+        checks.check_tensors(op, pool=pool)
+        return [cast(torch.Tensor, pool)]
+    if not isinstance(row_map, RowMap):
+        raise ArgumentError(
+            f"{op}: a list of tensors needs a RowMap, whose ranges the host knows; with a tensor as row_map give the "
+            "pool as one tensor."
+        )
+    if torch.compiler.is_compiling():
+        raise ArgumentError(
+            f"{op}: a list of tensors can't be traced, since each new length would compile anew: give the pool as one "
+            "tensor, such as an EncoderPool's, and the row map as row_map.to(device)."
+        )
+    return list(pool)
+
+
 def assemble_embeddings(
     input_ids: torch.Tensor,
     table: torch.Tensor,
-    pool: torch.Tensor,
+    pool: torch.Tensor | Sequence[torch.Tensor],
     row_map: RowMap | torch.Tensor,
     *,
     strict: bool = False,
@@ -45,12 +69,15 @@ def assemble_embeddings(
     """Text embeddings with other rows in their places: row i is ``pool[row_map[i]]``, or the table's where that is -1.
 
     Covered rows never look at the table, so their ids may be anything; the ids of the others are clamped into the
-    vocabulary. Differentiable in ``table`` and ``pool``. Traceable and capturable when ``row_map`` is a tensor.
+    vocabulary. Differentiable in ``table`` and ``pool``. Traceable and capturable when ``row_map`` is a tensor. With a
+    ``RowMap`` the pool may be a list of tensors, taken as one after another and read where they lie: on CUDA still one
+    launch, and no concatenation.
 
     Args:
         input_ids: int32 or int64 ``[T]``.
         table: The text embedding's weight, floating point ``[V, H]``.
-        pool: Rows to put in, floating point ``[R, H]``, cast to the table's dtype on the way. R may be 0.
+        pool: Rows to put in, floating point ``[R, H]``, cast to the table's dtype on the way. R may be 0. Or a list of
+            such matrices, of any dtypes; R is then the sum of their rows.
         row_map: A ``RowMap``, or int32 ``[T]`` on the same device.
         strict: Ids outside the vocabulary in rows that aren't covered are errors.
 
@@ -61,7 +88,20 @@ def assemble_embeddings(
         ArgumentError: A shape, dtype or device doesn't fit.
         DataError: On CPU, a value of ``row_map`` (or, with ``strict``, an id) is out of range. On CUDA such rows come
             out as zeros (ids: clamped) and ``check_errors`` raises it.
+        DuringCaptureError: A ``RowMap`` while a graph is being captured.
     """
+    if isinstance(row_map, RowMap) or not isinstance(pool, torch.Tensor):
+        parts = _parts_of("assemble_embeddings", pool, row_map)
+        checks.check_tensors("assemble_embeddings", input_ids=input_ids, table=table)
+        if isinstance(row_map, RowMap) and can_gather(input_ids, table, parts):
+            check_texts("assemble_embeddings", input_ids, table, row_map)
+            checked = checked_parts("assemble_embeddings", table, parts, row_map)
+            checks.refuse_forward_mode("assemble_embeddings", table, *parts)
+            if checks.needs_gradient(table, *parts):
+                made: torch.Tensor = Gather.apply(input_ids, table, row_map, checked, strict, *parts)
+                return made
+            return gather(input_ids, table, checked, row_map, strict)
+        pool = _joined("assemble_embeddings", table, pool, parts, row_map)
     checks.check_tensors("assemble_embeddings", input_ids=input_ids, table=table, pool=pool)
     checks.refuse_forward_mode("assemble_embeddings", table, pool)
     index = _map_tensor(row_map, pool)
@@ -70,10 +110,25 @@ def assemble_embeddings(
     return _assemble(input_ids, table, pool, index, strict)
 
 
+def _joined(
+    op: str,
+    table: torch.Tensor,
+    pool: torch.Tensor | Sequence[torch.Tensor],
+    parts: list[torch.Tensor],
+    row_map: RowMap | torch.Tensor,
+) -> torch.Tensor:
+    """The pool as one tensor."""
+    if isinstance(pool, torch.Tensor):
+        return pool
+    if isinstance(row_map, RowMap) and table.dim() == 2:
+        checked_parts(op, table, parts, row_map)
+    return joined(table, parts)
+
+
 def assemble_embeddings_out(
     input_ids: torch.Tensor,
     table: torch.Tensor,
-    pool: torch.Tensor,
+    pool: torch.Tensor | Sequence[torch.Tensor],
     row_map: RowMap | torch.Tensor,
     *,
     out: torch.Tensor,
@@ -84,7 +139,7 @@ def assemble_embeddings_out(
     Args:
         input_ids: int32 or int64 ``[T]``.
         table: Floating point ``[V, H]``.
-        pool: Floating point ``[R, H]``.
+        pool: Floating point ``[R, H]``, or with a ``RowMap`` a list of such matrices.
         row_map: A ``RowMap``, or int32 ``[T]`` on the same device.
         out: ``[T, H]`` in the table's dtype; its range in memory (from the first element to the last)
             overlaps no input's, and it isn't expanded.
@@ -94,14 +149,35 @@ def assemble_embeddings_out(
         ArgumentError: A shape, dtype, device or overlap doesn't fit.
         GradientError: An input or ``out`` needs a gradient, which this form doesn't have.
         DataError: As for ``assemble_embeddings``; on CPU ``out`` is then untouched.
+        DuringCaptureError: A ``RowMap`` while a graph is being captured.
     """
-    checks.check_tensors("assemble_embeddings_out", input_ids=input_ids, table=table, pool=pool, out=out)
-    checks.refuse_forward_mode("assemble_embeddings_out", table, pool, out)
+    op = "assemble_embeddings_out"
+    parts = _parts_of(op, pool, row_map)
+    checks.check_tensors(op, input_ids=input_ids, table=table, out=out)
+    gathering = isinstance(row_map, RowMap) and can_gather(input_ids, table, [*parts, out])
+    if not isinstance(pool, torch.Tensor) and not gathering:
+        pool = _joined(op, table, pool, parts, row_map)
+        parts = [pool]
+    checks.check_tensors(op, pool=parts[0] if parts else table)
+    checks.refuse_forward_mode(op, table, *parts, out)
     # Inside the op, tensors of torch.func's transforms no longer say that they need a gradient.
     remedy = "use assemble_embeddings, or call it under torch.no_grad()."
-    checks.refuse_traced_transforms("assemble_embeddings_out", remedy)
-    checks.refuse_gradients("assemble_embeddings_out", remedy, table, pool, out)
-    _assemble_out(input_ids, table, pool, _map_tensor(row_map, pool), strict, out=out)
+    checks.refuse_traced_transforms(op, remedy)
+    checks.refuse_gradients(op, remedy, table, *parts, out)
+    if isinstance(row_map, RowMap) and gathering:
+        check_texts(op, input_ids, table, row_map)
+        checked = checked_parts(op, table, parts, row_map)
+        checks.check_out(op, input_ids, table, out)
+        check_no_overlap(op, "out", out, table=table, input_ids=input_ids)
+        for part in parts:
+            check_no_overlap(op, "out", out, pool=part)
+        if out.stride(1) == 1:
+            gather(input_ids, table, checked, row_map, strict, out)
+            mark_written(out)
+        else:
+            out.copy_(gather(input_ids, table, checked, row_map, strict))
+        return
+    _assemble_out(input_ids, table, parts[0], _map_tensor(row_map, parts[0]), strict, out=out)
 
 
 def merge_embeddings(
@@ -159,3 +235,76 @@ def deepstack_add(
     if checks.needs_gradient(hidden, pool):
         return _deepstack_autograd(hidden, pool, index, level)
     return _deepstack(hidden, pool, index, level)
+
+
+def deepstack_add_(
+    hidden: torch.Tensor, pool: torch.Tensor, row_map: RowMap | torch.Tensor, level: int
+) -> torch.Tensor:
+    """As ``deepstack_add``, in place: only the rows that the map covers are read and written.
+
+    Args:
+        hidden: Floating point ``[T, H]``, changed; it isn't expanded and overlaps no other argument in memory.
+        pool: Floating point ``[R, levels * H]``.
+        row_map: A ``RowMap``, or int32 ``[T]`` on the same device.
+        level: Which part of the pool's width, from 0.
+
+    Returns:
+        ``hidden``.
+
+    Raises:
+        ArgumentError: A shape, dtype, device, overlap or level doesn't fit.
+        GradientError: An argument needs a gradient, which this form doesn't have.
+        DataError: As for ``deepstack_add``; on CPU ``hidden`` is then untouched.
+    """
+    op = "deepstack_add_"
+    checks.check_tensors(op, hidden=hidden, pool=pool)
+    checks.refuse_forward_mode(op, hidden, pool)
+    remedy = "use deepstack_add, or call it under torch.no_grad()."
+    checks.refuse_traced_transforms(op, remedy)
+    checks.refuse_gradients(op, remedy, hidden, pool)
+    _deepstack_in_place(hidden, pool, _map_tensor(row_map, pool), level)
+    return hidden
+
+
+def store_rows(rows: torch.Tensor, places: torch.Tensor, *, out: torch.Tensor) -> None:
+    """Put rows at their places in a buffer, such as a pool: ``out[places[i]] = rows[i]``, cast on the way; one launch.
+
+    Args:
+        rows: Floating point ``[n, H]``.
+        places: int32 ``[n]`` on the same device, each -1 for a row that isn't stored or a row of ``out``; a place that
+            comes twice holds either row.
+        out: Floating point ``[R, H]`` with adjacent columns, in memory of its own.
+
+    Raises:
+        ArgumentError: A shape, dtype, device or overlap doesn't fit.
+        GradientError: An argument needs a gradient, which this form doesn't have.
+        DataError: On CPU, a place is out of range, and ``out`` is untouched. On CUDA such rows aren't stored and
+            ``check_errors`` raises it.
+    """
+    op = "store_rows"
+    checks.check_tensors(op, rows=rows, places=places, out=out)
+    checks.refuse_forward_mode(op, rows, out)
+    remedy = "detach what is stored, or call it under torch.no_grad()."
+    checks.refuse_traced_transforms(op, remedy)
+    checks.refuse_gradients(op, remedy, rows, out)
+    _store(rows, places, out=out)
+
+
+def expand_ranges(ranges: torch.Tensor, num_rows: int) -> torch.Tensor:
+    """A row map from ranges on the device: for a captured prefill, whose graph reads a small buffer of ranges.
+
+    Args:
+        ranges: int32 ``[n, 3]``: first row, last row (inclusive) and first pool row of each; ascending and disjoint.
+            Unused ones lie behind the others and begin at 2^31 - 1, as ``RowMap.padded_ranges`` gives them.
+        num_rows: Rows of the map.
+
+    Returns:
+        int32 ``[num_rows]``: a pool row, or -1.
+
+    Raises:
+        ArgumentError: A shape or dtype doesn't fit.
+        DataError: On CPU, ranges that don't ascend, overlap or end outside the rows. On CUDA ``check_errors`` raises
+            it; rows that no range claims wrongly are right.
+    """
+    checks.check_tensors("expand_ranges", ranges=ranges)
+    return _expand(ranges, num_rows)

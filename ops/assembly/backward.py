@@ -1,4 +1,4 @@
-"""Gradients of the assembly ops, as ops of their own; the same plain PyTorch on every device, with no synchronisation.
+"""Gradients of the assembly ops, as ops of their own: plain PyTorch, which is readable and serves the CPU.
 
 Each is a sum of output-gradient rows per table or pool row. Rows that take no part go to an index one past the end,
 which the summation skips.

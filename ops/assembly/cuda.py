@@ -3,29 +3,58 @@
 Nothing here synchronises. Rows may be strided; a tensor whose columns aren't adjacent is copied first.
 """
 
+from functools import lru_cache
+from typing import NamedTuple
+
 import torch
 
 from mmgraph.ops import checks
 from mmgraph.ops.error_flag import Fault, flag_for
-from mmgraph.ops.launching import on_device
+from mmgraph.ops.launching import launch, on_device
 from mmgraph.ops.overlap import check_no_overlap
 from mmgraph.ops.registration import kernel_module, mark_written
 
 Tensor = torch.Tensor
 
-# Measured at width 4096 in bfloat16 on an H200: within 3% of the best of 1024 to 4096 columns and 1 to 8 warps.
-_LARGEST_BLOCK = 2048
+# What a program moves, and each of its warps. At width 4096 in bfloat16 on an H200 programs of 2 KiB are within 2% of
+# the best of 1 to 16 KiB with 1 to 4 rows; whole rows are 4% slower, and smaller programs wait for their own launch.
+_BYTES_PER_PROGRAM = 2048
 _BYTES_PER_WARP = 1024
+_LARGEST_BLOCK = 4096
+# Numbers, since an enumeration's members take their time to become some.
+_ASSEMBLE_ROW, _ASSEMBLE_ID = int(Fault.ASSEMBLE_ROW), int(Fault.ASSEMBLE_ID)
+_MERGE_COUNT, _DEEPSTACK_ROW = int(Fault.MERGE_COUNT), int(Fault.DEEPSTACK_ROW)
+_STORE_ROW, _RANGES = int(Fault.STORE_ROW), int(Fault.RANGES)
+# An output that the L2 cache can't keep for its reader is better evicted first: the cache then writes it back all the
+# while, instead of in bursts (8192 x 4096: 2% less time; a small one is left for the reader to find).
+_KEPT_BYTES = 32 * 2**20
 
 
-def _rows(tensor: Tensor) -> Tensor:
+class Shape(NamedTuple):
+    """How a row is cut: columns of a program, programs for each row, warps; and the output's priority in the cache."""
+
+    block: int
+    parts: int
+    warps: int
+    evict: str
+
+
+def shape_of(rows: int, width: int, item_size: int) -> Shape:
+    """The cut of rows of this width."""
+    return _shape_of(width, item_size, rows * width * item_size > _KEPT_BYTES)
+
+
+@lru_cache(maxsize=1024)
+def _shape_of(width: int, item_size: int, large: bool) -> Shape:
+    pieces = max(1, width * item_size // _BYTES_PER_PROGRAM)
+    block = min(_LARGEST_BLOCK, 1 << (-(-width // pieces) - 1).bit_length())
+    warps = max(1, min(8, block * item_size // _BYTES_PER_WARP))
+    return Shape(block, -(-width // block), warps, "evict_first" if large else "")
+
+
+def adjacent(tensor: Tensor) -> Tensor:
+    """The tensor, or a copy whose columns are adjacent in memory."""
     return tensor if tensor.stride(1) == 1 else tensor.contiguous()
-
-
-def _shape(width: int, item_size: int) -> tuple[int, int]:
-    """Columns at a time, and warps, for a row of this width."""
-    block = min(_LARGEST_BLOCK, 1 << (width - 1).bit_length())
-    return block, max(1, min(8, block * item_size // _BYTES_PER_WARP))
 
 
 def assemble(input_ids: Tensor, table: Tensor, pool: Tensor, row_map: Tensor, strict: bool) -> Tensor:
@@ -58,27 +87,25 @@ def _launch_assemble(
     flag = flag_for(out.device)
     if rows == 0 or width == 0:
         return
-    table, pool = _rows(table), _rows(pool)
-    block, warps = _shape(width, out.element_size())
+    table, pool = adjacent(table), adjacent(pool)
+    shape = shape_of(rows, width, out.element_size())
     with on_device(out.device):
-        kernel_module("assembly.kernels").assemble_kernel[(rows,)](
-            input_ids.contiguous(),
-            table,
-            pool,
-            row_map.contiguous(),
-            out,
-            flag,
-            table.shape[0],
-            pool.shape[0],
-            table.stride(0),
-            pool.stride(0),
-            out.stride(0),
-            width,
-            block,
-            strict,
-            int(Fault.ASSEMBLE_ROW),
-            int(Fault.ASSEMBLE_ID),
-            num_warps=warps,
+        launch(
+            kernel_module("assembly.kernels").assemble_kernel,
+            rows * shape.parts,
+            (input_ids.contiguous(), table, pool, row_map.contiguous(), out, flag),
+            (table.shape[0], pool.shape[0]),
+            (table.stride(0), pool.stride(0), out.stride(0)),
+            (
+                width,
+                shape.block,
+                shape.parts,
+                shape.evict,
+                strict,
+                _ASSEMBLE_ROW,
+                _ASSEMBLE_ID,
+            ),
+            num_warps=shape.warps,
         )
 
 
@@ -94,51 +121,105 @@ def merge(embeds: Tensor, mask: Tensor, features: Tensor, num_placeholders: int 
     flag = flag_for(out.device)
     if rows == 0 or width == 0:
         return out
-    embeds, features = _rows(embeds), _rows(features)
-    block, warps = _shape(width, out.element_size())
+    embeds, features = adjacent(embeds), adjacent(features)
+    shape = shape_of(rows, width, out.element_size())
     with on_device(out.device):
-        kernel_module("assembly.kernels").merge_kernel[(rows,)](
-            embeds,
-            mask.contiguous(),
-            torch.cumsum(mask, 0, dtype=torch.int32),
-            features,
-            out,
-            flag,
-            rows,
-            features.shape[0],
-            embeds.stride(0),
-            features.stride(0),
-            width,
-            block,
-            int(Fault.MERGE_COUNT),
-            num_warps=warps,
+        launch(
+            kernel_module("assembly.kernels").merge_kernel,
+            rows * shape.parts,
+            (embeds, mask.contiguous(), torch.cumsum(mask, 0, dtype=torch.int32), features, out, flag),
+            (rows, features.shape[0]),
+            (embeds.stride(0), features.stride(0)),
+            (width, shape.block, shape.parts, shape.evict, _MERGE_COUNT),
+            num_warps=shape.warps,
         )
     return out
 
 
 def deepstack_add(hidden: Tensor, pool: Tensor, row_map: Tensor, level: int) -> Tensor:
     """The CUDA implementation of ``deepstack_add``."""
-    checks.check_deepstack(hidden, pool, row_map, level)
+    checks.check_deepstack("deepstack_add", hidden, pool, row_map, level)
+    out = hidden.new_empty(hidden.shape)
+    _launch_deepstack(adjacent(hidden), pool, row_map, level, out, in_place=False)
+    return out
+
+
+def deepstack_add_in_place(hidden: Tensor, pool: Tensor, row_map: Tensor, level: int) -> None:
+    """The CUDA implementation of ``deepstack_add_``; it touches the covered rows alone."""
+    checks.check_deepstack_in_place(hidden, pool, row_map, level)
+    check_no_overlap("deepstack_add_", "hidden", hidden, pool=pool, row_map=row_map)
+    if hidden.stride(1) == 1:
+        _launch_deepstack(hidden, pool, row_map, level, hidden, in_place=True)
+        mark_written(hidden)
+    else:
+        hidden.copy_(deepstack_add(hidden, pool, row_map, level))
+
+
+def _launch_deepstack(
+    hidden: Tensor, pool: Tensor, row_map: Tensor, level: int, out: Tensor, *, in_place: bool
+) -> None:
     rows, width = hidden.shape
-    out = hidden.new_empty((rows, width))
     flag = flag_for(out.device)
     if rows == 0:
-        return out
-    hidden, part = _rows(hidden), _rows(pool[:, level * width : (level + 1) * width])
-    block, warps = _shape(width, out.element_size())
+        return
+    part = adjacent(pool[:, level * width : (level + 1) * width])
+    shape = shape_of(rows, width, out.element_size())
     with on_device(out.device):
-        kernel_module("assembly.kernels").deepstack_kernel[(rows,)](
-            hidden,
-            part,
-            row_map.contiguous(),
-            out,
-            flag,
-            part.shape[0],
-            hidden.stride(0),
-            part.stride(0),
-            width,
-            block,
-            int(Fault.DEEPSTACK_ROW),
-            num_warps=warps,
+        launch(
+            kernel_module("assembly.kernels").deepstack_kernel,
+            rows * shape.parts,
+            (hidden, part, row_map.contiguous(), out, flag),
+            (part.shape[0],),
+            (hidden.stride(0), part.stride(0), out.stride(0)),
+            (width, shape.block, shape.parts, shape.evict, in_place, _DEEPSTACK_ROW),
+            num_warps=shape.warps,
         )
+
+
+def store_rows(rows: Tensor, places: Tensor, *, out: Tensor) -> None:
+    """The CUDA implementation of ``store_rows``."""
+    checks.check_store(rows, places, out)
+    check_no_overlap("store_rows", "out", out, rows=rows, places=places)
+    if out.stride(1) != 1:
+        raise checks.not_adjacent("store_rows", "out", out)
+    count, width = rows.shape
+    flag = flag_for(out.device)
+    if count == 0 or width == 0:
+        return
+    rows = adjacent(rows)
+    shape = shape_of(count, width, out.element_size())
+    with on_device(out.device):
+        launch(
+            kernel_module("assembly.kernels").store_kernel,
+            count * shape.parts,
+            (rows, places.contiguous(), out, flag),
+            (out.shape[0],),
+            (rows.stride(0), out.stride(0)),
+            (width, shape.block, shape.parts, _STORE_ROW),
+            num_warps=shape.warps,
+        )
+    mark_written(out)
+
+
+_EXPANDED = 1024
+
+
+def expand_ranges(ranges: Tensor, num_rows: int) -> Tensor:
+    """The CUDA implementation of ``expand_ranges``."""
+    checks.check_ranges(ranges, num_rows)
+    count = ranges.shape[0]
+    out = ranges.new_empty((num_rows,))
+    flag = flag_for(out.device)
+    blocks = -(-max(num_rows, count) // _EXPANDED)
+    if blocks:
+        with on_device(out.device):
+            launch(
+                kernel_module("assembly.kernels").expand_kernel,
+                blocks,
+                (ranges.contiguous(), out, flag),
+                (num_rows, count),
+                (),
+                (_EXPANDED, _RANGES),
+                num_warps=4,
+            )
     return out

@@ -1,8 +1,9 @@
-"""Triton kernels of the assembly ops: one launch for any number of ranges, one program per output row.
+"""Triton kernels of the assembly ops: one launch for any number of ranges; a few programs for each row.
 
 Row counts are never compile-time constants; row offsets are 64-bit. A program reads its map entry and its id together,
-then moves one row in 16-byte pieces. Triton's language isn't Python's types, so this file isn't type-checked; a
-constant's ``if`` stands alone, because only then is it decided at compile time.
+picks the row that it takes by its address, and moves a piece of it in 16-byte loads that are all in flight at once.
+Triton's language isn't Python's types, so this file isn't type-checked; a constant's ``if`` stands alone, because only
+then is it decided at compile time.
 """
 # mypy: ignore-errors
 # ruff: noqa: SIM102
@@ -14,20 +15,68 @@ from mmgraph.ops.recording import record
 
 
 @triton.jit
-def _copy_row(src_ptr, dst_ptr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    for start in tl.static_range(0, WIDTH, BLOCK):
-        columns = start + tl.arange(0, BLOCK)
-        mask = columns < WIDTH
-        values = tl.load(src_ptr + columns, mask=mask)
-        tl.store(dst_ptr + columns, values.to(dst_ptr.dtype.element_ty), mask=mask)
+def _columns(PARTS: tl.constexpr, BLOCK: tl.constexpr):
+    """The row of this program, which of its pieces, and the columns."""
+    program = tl.program_id(0)
+    part = program % PARTS
+    return (program // PARTS).to(tl.int64), part, part * BLOCK + tl.arange(0, BLOCK)
 
 
 @triton.jit
-def _zero_row(dst_ptr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    for start in tl.static_range(0, WIDTH, BLOCK):
-        columns = start + tl.arange(0, BLOCK)
-        zeros = tl.zeros([BLOCK], dtype=dst_ptr.dtype.element_ty)
-        tl.store(dst_ptr + columns, zeros, mask=columns < WIDTH)
+def _put(dst_ptr, values, columns, WIDTH: tl.constexpr, BLOCK: tl.constexpr, EVICT: tl.constexpr):
+    """Store a piece of a row."""
+    values = values.to(dst_ptr.dtype.element_ty)
+    if WIDTH % BLOCK == 0:
+        tl.store(dst_ptr + columns, values, eviction_policy=EVICT)
+    else:
+        tl.store(dst_ptr + columns, values, mask=columns < WIDTH, eviction_policy=EVICT)
+
+
+@triton.jit
+def _text(ids_ptr, row, vocab):
+    """A row's id, and the nearest one of the vocabulary."""
+    token = tl.load(ids_ptr + row).to(tl.int64)
+    return token, tl.minimum(tl.maximum(token, 0), tl.maximum(vocab - 1, 0).to(tl.int64))
+
+
+@triton.jit
+def _put_chosen(
+    covered,
+    uncovered,
+    cover_ptr,
+    text_ptr,
+    dst_ptr,
+    columns,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    EVICT: tl.constexpr,
+):
+    """Store a piece of the covering row, of the text row, or of neither: then zeros.
+
+    Where both have one dtype the address is chosen and loaded from once, with no branch before the load.
+    """
+    inside = columns < WIDTH
+    if cover_ptr.dtype.element_ty == text_ptr.dtype.element_ty:
+        src_ptr = tl.where(covered, cover_ptr, text_ptr)
+        values = tl.load(src_ptr + columns, mask=inside & (covered | uncovered), other=0)
+        _put(dst_ptr, values, columns, WIDTH, BLOCK, EVICT)
+    else:
+        if covered:
+            _put(dst_ptr, tl.load(cover_ptr + columns, mask=inside), columns, WIDTH, BLOCK, EVICT)
+        else:
+            values = tl.load(text_ptr + columns, mask=inside & uncovered, other=0)
+            _put(dst_ptr, values, columns, WIDTH, BLOCK, EVICT)
+
+
+@triton.jit
+def _record_id(flag_ptr, row, token, vocab, STRICT: tl.constexpr, FAULT: tl.constexpr):
+    """Record an id outside the vocabulary where that is an error: with STRICT, or where there is no vocabulary."""
+    if STRICT:
+        if (token < 0) | (token >= vocab):
+            record(flag_ptr, FAULT, row, token)
+    else:
+        if vocab == 0:
+            record(flag_ptr, FAULT, row, token)
 
 
 @triton.jit(do_not_specialize=["vocab", "pool_rows"])
@@ -45,31 +94,203 @@ def assemble_kernel(
     out_stride,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
+    PARTS: tl.constexpr,
+    EVICT: tl.constexpr,
     STRICT: tl.constexpr,
     ROW_FAULT: tl.constexpr,
     ID_FAULT: tl.constexpr,
 ):
-    """One row from the pool or the table."""
-    row = tl.program_id(0).to(tl.int64)
+    """A piece of one row, from the pool or the table."""
+    row, part, columns = _columns(PARTS, BLOCK)
     source = tl.load(map_ptr + row).to(tl.int64)
-    token = tl.load(ids_ptr + row).to(tl.int64)  # with the map's entry, not after it: one latency less
+    token, nearest = _text(ids_ptr, row, vocab)
+    covered = (source >= 0) & (source < pool_rows)
+    cover_ptr = pool_ptr + source * pool_stride
+    text_ptr = table_ptr + nearest * table_stride
+    uncovered = (source == -1) & (vocab > 0)
+    _put_chosen(
+        covered, uncovered, cover_ptr, text_ptr, out_ptr + row * out_stride, columns, WIDTH, BLOCK, EVICT
+    )
+    if part == 0:
+        if source == -1:
+            _record_id(flag_ptr, row, token, vocab, STRICT, ID_FAULT)
+        elif covered == 0:
+            record(flag_ptr, ROW_FAULT, row, source)
+
+
+@triton.jit
+def _range_of(ranges_ptr, row, count, FIELDS: tl.constexpr):
+    """The last of the ascending ranges that begins at or before a row; the first where none does."""
+    low = row * 0
+    high = low + count
+    while high - low > 1:
+        middle = (low + high) // 2
+        begins = tl.load(ranges_ptr + middle * FIELDS) <= row
+        low = tl.where(begins, middle, low)
+        high = tl.where(begins, high, middle)
+    return low
+
+
+@triton.jit(do_not_specialize=["vocab", "count"])
+def ranged_kernel(
+    ids_ptr,
+    table_ptr,
+    pool_ptr,
+    ranges_ptr,
+    out_ptr,
+    flag_ptr,
+    vocab,
+    count,
+    table_stride,
+    pool_stride,
+    out_stride,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PARTS: tl.constexpr,
+    EVICT: tl.constexpr,
+    STRICT: tl.constexpr,
+    ID_FAULT: tl.constexpr,
+):
+    """A piece of one row, from the pool or the table, by ranges ``[count, 3]``: first row, last row, first pool row."""
+    row, part, columns = _columns(PARTS, BLOCK)
+    token, nearest = _text(ids_ptr, row, vocab)
+    range_ptr = ranges_ptr + _range_of(ranges_ptr, row, count, 3) * 3
+    begin = tl.load(range_ptr)
+    covered = (row >= begin) & (row <= tl.load(range_ptr + 1))
+    source = tl.load(range_ptr + 2) + (row - begin)
+    uncovered = (covered == 0) & (vocab > 0)
+    cover_ptr = pool_ptr + source * pool_stride
+    text_ptr = table_ptr + nearest * table_stride
+    _put_chosen(
+        covered, uncovered, cover_ptr, text_ptr, out_ptr + row * out_stride, columns, WIDTH, BLOCK, EVICT
+    )
+    if part == 0:
+        if covered == 0:
+            _record_id(flag_ptr, row, token, vocab, STRICT, ID_FAULT)
+
+
+@triton.jit
+def _put_from(
+    dst_ptr,
+    address,
+    typed_ptr,
+    columns,
+    inside,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    EVICT: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
+):
+    """Store a piece of the row at an address, of another pointer's type."""
+    cover_ptr = tl.multiple_of(address.to(typed_ptr.dtype), ALIGNMENT)
+    _put(dst_ptr, tl.load(cover_ptr + columns, mask=inside), columns, WIDTH, BLOCK, EVICT)
+
+
+@triton.jit(do_not_specialize=["vocab", "count", "parts"])
+def gather_kernel(
+    ids_ptr,
+    table_ptr,
+    first_ptr,
+    second_ptr,
+    third_ptr,
+    fourth_ptr,
+    lists_ptr,
+    out_ptr,
+    flag_ptr,
+    vocab,
+    count,
+    parts,
+    table_stride,
+    out_stride,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PARTS: tl.constexpr,
+    EVICT: tl.constexpr,
+    KINDS: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
+    STRICT: tl.constexpr,
+    ID_FAULT: tl.constexpr,
+):
+    """A piece of one row, from the tensor of a list that holds it, or from the table.
+
+    ``lists_ptr`` holds numbers of 64 bits: of each tensor its first row in the whole, its address, the bytes from row
+    to row and which of up to four dtypes; then of each range first row, last row and first row in the whole.
+    ``first_ptr`` to ``fourth_ptr`` are read for their types alone.
+    """
+    row, part, columns = _columns(PARTS, BLOCK)
+    token, nearest = _text(ids_ptr, row, vocab)
+    text_ptr = table_ptr + nearest * table_stride
     dst_ptr = out_ptr + row * out_stride
-    if (source >= 0) & (source < pool_rows):
-        _copy_row(pool_ptr + source * pool_stride, dst_ptr, WIDTH, BLOCK)
-    elif source == -1:
-        if STRICT:
-            if (token < 0) | (token >= vocab):
-                record(flag_ptr, ID_FAULT, row, token)
-        if vocab > 0:
-            token = tl.minimum(tl.maximum(token, 0), vocab - 1)
-            _copy_row(table_ptr + token * table_stride, dst_ptr, WIDTH, BLOCK)
-        else:
-            if not STRICT:
-                record(flag_ptr, ID_FAULT, row, token)
-            _zero_row(dst_ptr, WIDTH, BLOCK)
+    range_ptr = lists_ptr + parts * 4
+    range_ptr += _range_of(range_ptr, row, count, 3) * 3
+    begin = tl.load(range_ptr)
+    covered = (row >= begin) & (row <= tl.load(range_ptr + 1))
+    source = tl.load(range_ptr + 2) + (row - begin)
+    part_ptr = lists_ptr + _range_of(lists_ptr, source, parts, 4) * 4
+    address = tl.load(part_ptr + 1) + (source - tl.load(part_ptr)) * tl.load(part_ptr + 2)
+    uncovered = (covered == 0) & (vocab > 0)
+    if KINDS == 1:
+        cover_ptr = tl.multiple_of(address.to(first_ptr.dtype), ALIGNMENT)
+        _put_chosen(covered, uncovered, cover_ptr, text_ptr, dst_ptr, columns, WIDTH, BLOCK, EVICT)
     else:
-        record(flag_ptr, ROW_FAULT, row, source)
-        _zero_row(dst_ptr, WIDTH, BLOCK)
+        inside = columns < WIDTH
+        kind = tl.load(part_ptr + 3)
+        if covered == 0:
+            values = tl.load(text_ptr + columns, mask=inside & uncovered, other=0)
+            _put(dst_ptr, values, columns, WIDTH, BLOCK, EVICT)
+        elif kind == 0:
+            _put_from(dst_ptr, address, first_ptr, columns, inside, WIDTH, BLOCK, EVICT, ALIGNMENT)
+        elif kind == 1:
+            _put_from(dst_ptr, address, second_ptr, columns, inside, WIDTH, BLOCK, EVICT, ALIGNMENT)
+        elif kind == 2:
+            _put_from(dst_ptr, address, third_ptr, columns, inside, WIDTH, BLOCK, EVICT, ALIGNMENT)
+        else:
+            _put_from(dst_ptr, address, fourth_ptr, columns, inside, WIDTH, BLOCK, EVICT, ALIGNMENT)
+    if part == 0:
+        if covered == 0:
+            _record_id(flag_ptr, row, token, vocab, STRICT, ID_FAULT)
+
+
+@triton.jit(do_not_specialize=["rows", "count"])
+def expand_kernel(
+    ranges_ptr,
+    map_ptr,
+    flag_ptr,
+    rows,
+    count,
+    BLOCK: tl.constexpr,
+    FAULT: tl.constexpr,
+):
+    """Entries of a row map from ranges ``[count, 3]``: first row, last row, first pool row; and a check of the ranges.
+
+    Ranges ascend; those that begin beyond every row are padding.
+    """
+    entries = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    if count > 0:
+        low = tl.zeros([BLOCK], dtype=tl.int32)
+        high = low + count
+        step = count
+        while step > 1:  # as often as the longest search needs
+            middle = (low + high) // 2
+            begins = tl.load(ranges_ptr + middle * 3) <= entries
+            low = tl.where(begins, middle, low)
+            high = tl.where(begins, high, tl.maximum(middle, low + 1))
+            step = (step + 1) // 2
+        begin = tl.load(ranges_ptr + low * 3)
+        covered = (entries >= begin) & (entries <= tl.load(ranges_ptr + low * 3 + 1))
+        source = tl.load(ranges_ptr + low * 3 + 2) + (entries - begin)
+        tl.store(map_ptr + entries, tl.where(covered, source, -1).to(tl.int32), mask=entries < rows)
+        here = entries < count
+        first = tl.load(ranges_ptr + entries * 3, mask=here, other=0)
+        last = tl.load(ranges_ptr + entries * 3 + 1, mask=here, other=0)
+        before = tl.load(ranges_ptr + entries * 3 - 2, mask=here & (entries > 0), other=-1)
+        wrong = here & (first < rows) & ((first <= before) | (last < first) | (last >= rows))
+        wrong = wrong | (here & (first >= rows) & (first < 0x7FFFFFFF))
+        if tl.max(wrong.to(tl.int32), 0) > 0:
+            worst = tl.min(tl.where(wrong, entries, 0x7FFFFFFF), 0)
+            record(flag_ptr, FAULT, worst, tl.load(ranges_ptr + worst * 3).to(tl.int64))
+    else:
+        tl.store(map_ptr + entries, tl.full([BLOCK], -1, tl.int32), mask=entries < rows)
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_features"])
@@ -86,23 +307,30 @@ def merge_kernel(
     features_stride,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
+    PARTS: tl.constexpr,
+    EVICT: tl.constexpr,
     FAULT: tl.constexpr,
 ):
-    """One row from the features or from embeds; the last one compares the counts."""
-    row = tl.program_id(0).to(tl.int64)
-    masked = tl.load(mask_ptr + row).to(tl.int32)
+    """A piece of one row, from the features or from embeds; the last row compares the counts."""
+    row, part, columns = _columns(PARTS, BLOCK)
+    masked = tl.load(mask_ptr + row) != 0
     source = tl.load(count_ptr + row).to(tl.int64) - 1  # placeholders up to this row, less one
-    dst_ptr = out_ptr + row * WIDTH
-    if masked != 0:
-        if source < num_features:
-            _copy_row(features_ptr + source * features_stride, dst_ptr, WIDTH, BLOCK)
-        else:
-            _zero_row(dst_ptr, WIDTH, BLOCK)
-    else:
-        _copy_row(embeds_ptr + row * embeds_stride, dst_ptr, WIDTH, BLOCK)
-    if row == num_rows - 1:
-        if source + 1 != num_features:
-            record(flag_ptr, FAULT, source + 1, num_features.to(tl.int64))
+    covered = masked & (source < num_features)
+    _put_chosen(
+        covered,
+        masked == 0,
+        features_ptr + source * features_stride,
+        embeds_ptr + row * embeds_stride,
+        out_ptr + row * WIDTH,
+        columns,
+        WIDTH,
+        BLOCK,
+        EVICT,
+    )
+    if part == 0:
+        if row == num_rows - 1:
+            if source + 1 != num_features:
+                record(flag_ptr, FAULT, source + 1, num_features.to(tl.int64))
 
 
 @triton.jit(do_not_specialize=["pool_rows"])
@@ -115,25 +343,55 @@ def deepstack_kernel(
     pool_rows,
     hidden_stride,
     pool_stride,
+    out_stride,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
+    PARTS: tl.constexpr,
+    EVICT: tl.constexpr,
+    IN_PLACE: tl.constexpr,
     FAULT: tl.constexpr,
 ):
-    """One row of hidden, with the pool's row added where there is one."""
-    row = tl.program_id(0).to(tl.int64)
+    """A piece of one row of hidden, with the pool's row added where there is one; in place, other rows are left."""
+    row, part, columns = _columns(PARTS, BLOCK)
     source = tl.load(map_ptr + row).to(tl.int64)
-    src_ptr = hidden_ptr + row * hidden_stride
-    dst_ptr = out_ptr + row * WIDTH
-    if (source >= 0) & (source < pool_rows):
-        add_ptr = pool_ptr + source * pool_stride
-        for start in tl.static_range(0, WIDTH, BLOCK):
-            columns = start + tl.arange(0, BLOCK)
-            mask = columns < WIDTH
-            base = tl.load(src_ptr + columns, mask=mask)
-            # Cast first, as the dense buffer would have been; one addition rounds the same in any wider type.
-            extra = tl.load(add_ptr + columns, mask=mask).to(base.dtype)
-            tl.store(dst_ptr + columns, base + extra, mask=mask)
+    covered = (source >= 0) & (source < pool_rows)
+    inside = columns < WIDTH
+    if IN_PLACE:
+        inside = inside & covered
+    base = tl.load(hidden_ptr + row * hidden_stride + columns, mask=inside)
+    # Cast first, as the dense buffer would have been; one addition rounds the same in any wider type.
+    extra = tl.load(pool_ptr + source * pool_stride + columns, mask=inside & covered, other=0).to(base.dtype)
+    dst_ptr = out_ptr + row * out_stride
+    if IN_PLACE:
+        tl.store(dst_ptr + columns, base + extra, mask=inside)
     else:
-        if source != -1:
+        _put(dst_ptr, tl.where(covered, base + extra, base), columns, WIDTH, BLOCK, EVICT)
+    if part == 0:
+        if (covered == 0) & (source != -1):
             record(flag_ptr, FAULT, row, source)
-        _copy_row(src_ptr, dst_ptr, WIDTH, BLOCK)
+
+
+@triton.jit(do_not_specialize=["out_rows"])
+def store_kernel(
+    rows_ptr,
+    places_ptr,
+    out_ptr,
+    flag_ptr,
+    out_rows,
+    rows_stride,
+    out_stride,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PARTS: tl.constexpr,
+    FAULT: tl.constexpr,
+):
+    """A piece of one row, to where its entry says; -1: nowhere."""
+    row, part, columns = _columns(PARTS, BLOCK)
+    place = tl.load(places_ptr + row).to(tl.int64)
+    there = (place >= 0) & (place < out_rows)
+    inside = (columns < WIDTH) & there
+    values = tl.load(rows_ptr + row * rows_stride + columns, mask=inside)
+    tl.store(out_ptr + place * out_stride + columns, values.to(out_ptr.dtype.element_ty), mask=inside)
+    if part == 0:
+        if (there == 0) & (place != -1):
+            record(flag_ptr, FAULT, row, place)

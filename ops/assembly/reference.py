@@ -49,14 +49,14 @@ def _fill(out: Tensor, input_ids: Tensor, table: Tensor, pool: Tensor, row_map: 
     out[covered] = pool[row_map[covered].long()].to(out.dtype)
 
 
-def check_row_map_values(op: str, row_map: Tensor, pool_rows: int) -> None:
+def check_row_map_values(op: str, row_map: Tensor, pool_rows: int, *, what: str = "row_map") -> None:
     """Raise DataError unless all values are -1 or rows of the pool."""
     wrong = (row_map < -1) | (row_map >= pool_rows)
     if bool(wrong.any()):
         first = int(wrong.nonzero()[0])
         raise DataError(
-            f"{op}: row_map values must be -1 or below the pool's {pool_rows} rows, row {first} has "
-            f"{int(row_map[first])} ({int(wrong.sum())} such rows)."
+            f"{op}: {what} values must be -1 or below the {'pool' if what == 'row_map' else 'buffer'}'s {pool_rows} "
+            f"rows, row {first} has {int(row_map[first])} ({int(wrong.sum())} such rows)."
         )
 
 
@@ -73,11 +73,52 @@ def merge(embeds: Tensor, mask: Tensor, features: Tensor, num_placeholders: int 
 
 def deepstack_add(hidden: Tensor, pool: Tensor, row_map: Tensor, level: int) -> Tensor:
     """``hidden`` plus the level's slice of ``pool[row_map[i]]`` in the rows that the map covers."""
-    checks.check_deepstack(hidden, pool, row_map, level)
+    checks.check_deepstack("deepstack_add", hidden, pool, row_map, level)
     check_row_map_values("deepstack_add", row_map, pool.shape[0])
-    width = hidden.shape[1]
     out = hidden.clone(memory_format=torch.contiguous_format)
+    _add_level(out, pool, row_map, level)
+    return out
+
+
+def deepstack_add_in_place(hidden: Tensor, pool: Tensor, row_map: Tensor, level: int) -> None:
+    """As ``deepstack_add``, in ``hidden``, which is untouched if an error is raised."""
+    checks.check_deepstack_in_place(hidden, pool, row_map, level)
+    check_no_overlap("deepstack_add_", "hidden", hidden, pool=pool, row_map=row_map)
+    check_row_map_values("deepstack_add_", row_map, pool.shape[0])
+    _add_level(hidden, pool, row_map, level)
+
+
+def _add_level(out: Tensor, pool: Tensor, row_map: Tensor, level: int) -> None:
+    width = out.shape[1]
     covered = (row_map >= 0).nonzero().squeeze(1)
     rows = pool[:, level * width : (level + 1) * width][row_map[covered].long()]
-    out[covered] += rows.to(hidden.dtype)
+    out[covered] += rows.to(out.dtype)
+
+
+def store_rows(rows: Tensor, places: Tensor, *, out: Tensor) -> None:
+    """``out[places[i]]`` becomes ``rows[i]`` where the place isn't -1."""
+    checks.check_store(rows, places, out)
+    check_no_overlap("store_rows", "out", out, rows=rows, places=places)
+    if out.stride(1) != 1:
+        raise checks.not_adjacent("store_rows", "out", out)
+    check_row_map_values("store_rows", places, out.shape[0], what="places")
+    stored = (places >= 0).nonzero().squeeze(1)
+    out[places[stored].long()] = rows[stored].to(out.dtype)
+
+
+def expand_ranges(ranges: Tensor, num_rows: int) -> Tensor:
+    """The row map of ranges ``[n, 3]``: first row, last row, first pool row."""
+    checks.check_ranges(ranges, num_rows)
+    out = ranges.new_full((num_rows,), -1)
+    before = -1
+    for index, (first, last, source) in enumerate(ranges.tolist()):
+        if first == checks.UNUSED_RANGE:
+            continue
+        if first <= before or last < first or last >= num_rows:
+            raise DataError(
+                f"expand_ranges: ranges must ascend, not overlap, and end inside the {num_rows} rows; range {index} is "
+                f"rows {first} to {last}. Unused ranges go last and begin at {checks.UNUSED_RANGE}."
+            )
+        out[first : last + 1] = torch.arange(source, source + last - first + 1, dtype=out.dtype)
+        before = last
     return out

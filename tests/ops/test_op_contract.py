@@ -41,6 +41,8 @@ def heads(tokens, count, width, layout="plain", grad=False):
 IDS = torch.tensor([0, 2, 99, 1, 1])
 MAP = torch.tensor([-1, 0, 2, 2, -1], dtype=torch.int32)
 MASK = torch.tensor([True, False, False, True, False])
+PLACES = torch.tensor([3, -1, 0, 1, -1], dtype=torch.int32)
+RANGES = torch.tensor([[0, 1, 7], [3, 5, 0], [2**31 - 1] * 3], dtype=torch.int32)
 CU = torch.tensor([0, 2, 2, 5], dtype=torch.int32)
 LAYOUTS = ("plain", "sliced", "transposed")
 
@@ -85,10 +87,17 @@ def samples():
         yield "assemble_embeddings_backward", backward, {}
         yield "merge_embeddings_backward", (matrix(5, 3, layout), MASK, 2, dtype), {}
         yield "deepstack_add_backward", (matrix(5, 3, layout), MAP, 1, 3, 6, dtype), {}
+        yield "deepstack_add_", (matrix(5, 3, layout).clone(), matrix(3, 6, layout, dtype), MAP, 1), {}
+        out = matrix(4, 3, "plain" if layout == "transposed" else layout)
+        yield "store_rows", (matrix(5, 3, layout, dtype), PLACES), {"out": out}
+    yield "expand_ranges", (RANGES, 6), {}
     none = torch.empty(0, dtype=torch.int32)
     yield "assemble_embeddings", (none, matrix(4, 3), matrix(0, 3), none, False), {}
     yield "merge_embeddings", (matrix(0, 3), none.bool(), matrix(0, 3), 0), {}
     yield "deepstack_add", (matrix(0, 3), matrix(0, 3), none, 0), {}
+    yield "deepstack_add_", (matrix(0, 3), matrix(0, 3), none, 0), {}
+    yield "store_rows", (matrix(0, 3), none), {"out": matrix(2, 3)}
+    yield "expand_ranges", (RANGES[:0], 0), {}
     for layout, causal in itertools.product(LAYOUTS, (False, True)):
         q, k, v = heads(6, 4, 8, layout), heads(6, 2, 8, layout), heads(6, 2, 5, layout)
         for name in ("varlen_attention", "attn_reference"):

@@ -9,7 +9,9 @@ import pytest
 
 
 # The windows' in three parts, since they take some minutes.
-@pytest.mark.parametrize("name", ["", "_windows 0", "_windows 1", "_windows 2", "_tails", "_cudnn", "_rotary"])
+@pytest.mark.parametrize(
+    "name", ["", "_windows 0", "_windows 1", "_windows 2", "_tails", "_cudnn", "_rotary", "_assembly"]
+)
 def test_kernels_equal_the_reference_under_the_interpreter(name, pytestconfig):
     environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
     path = [str(pytestconfig.rootpath), environment.get("PYTHONPATH", "")]

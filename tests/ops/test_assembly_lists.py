@@ -1,0 +1,238 @@
+"""Invariant: a list of tensors is as its concatenation, in place is as out of place, and places and ranges are exact.
+
+On a CPU, where the reference runs; the kernels are compared with it in interpreted_assembly.py and in tests/gpu.
+"""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mmgraph import ops
+from mmgraph.ops.assembly import gather as gathering
+
+UNUSED = 2**31 - 1
+IDS = torch.tensor([0, 9, 2, -3, 1])
+TABLE = torch.arange(12.0).reshape(4, 3)
+PARTS = [torch.full((2, 3), 10.0), torch.full((0, 3), 0.0), torch.full((3, 3), 20.0, dtype=torch.float64)]
+MAP = ops.RowMap.from_ranges(5, [1], [3], [1], pool_rows=5)
+
+
+def test_a_list_is_as_its_concatenation():
+    expected = torch.stack([TABLE[0], PARTS[0][1], PARTS[0][0] * 2, PARTS[0][0] * 2, TABLE[1]])
+    assert torch.equal(ops.assemble_embeddings(IDS, TABLE, PARTS, MAP), expected)
+    assert torch.equal(ops.assemble_embeddings(IDS, TABLE, tuple(PARTS), MAP), expected)
+    out = torch.empty(5, 3)
+    ops.assemble_embeddings_out(IDS, TABLE, PARTS, MAP, out=out)
+    assert torch.equal(out, expected)
+
+
+def test_an_empty_list_is_all_text():
+    none = ops.RowMap.from_ranges(5, [], [], [], pool_rows=0)
+    expected = TABLE[[0, 3, 2, 0, 1]]
+    assert torch.equal(ops.assemble_embeddings(IDS, TABLE, [], none), expected)
+    out = torch.empty(5, 3)
+    ops.assemble_embeddings_out(IDS, TABLE, [], none, out=out)
+    assert torch.equal(out, expected)
+
+
+def test_a_list_has_its_gradient():
+    parts = [part.clone().double().requires_grad_() for part in PARTS]
+    table = TABLE.double().requires_grad_()
+    ops.assemble_embeddings(IDS, table, parts, MAP).sum().backward()
+    assert [part.grad.sum(1).tolist() for part in parts] == [[0, 3], [], [3, 3, 0]]
+    assert table.grad.sum(1).tolist() == [3, 3, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("pool", "row_map", "words"),
+    [
+        (PARTS, torch.full((5,), -1, dtype=torch.int32), "a list of tensors needs a RowMap"),
+        ([*PARTS, None], MAP, r"pool\[3\] must be a torch.Tensor, got NoneType"),
+        ([PARTS[0], torch.zeros(3, 4)], MAP, r"pool\[1\] must be floating-point rows \[n, 3\].*\[3, 4\]"),
+        ([PARTS[0], torch.zeros(9)], MAP, r"pool\[1\] must be floating-point rows"),
+        ([torch.zeros(5, 3, dtype=torch.int64)], MAP, r"pool\[0\] must be floating-point rows.*int64"),
+        (PARTS[:2], MAP, "built for a pool of 5 rows, but the pool has 2"),
+        ("rows", MAP, "pool must be a torch.Tensor, got str"),
+    ],
+)
+def test_wrong_lists_are_refused(pool, row_map, words):
+    with pytest.raises(ops.ArgumentError, match=words):
+        ops.assemble_embeddings(IDS, TABLE, pool, row_map)
+    with pytest.raises(ops.ArgumentError, match=words):
+        ops.assemble_embeddings_out(IDS, TABLE, pool, row_map, out=torch.empty(5, 3))
+
+
+def test_a_list_can_not_be_traced_and_says_so():
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        lambda ids, parts: ops.assemble_embeddings(ids, TABLE, parts, MAP), backend="eager"
+    )
+    with pytest.raises(Exception, match="can't be traced"):
+        torch.compile(compiled, fullgraph=True, backend="eager")(IDS, PARTS)
+
+
+def test_what_the_kernel_reads_of_a_list():
+    """Firsts, addresses, bytes from row to row and kinds, then ranges; and the alignment that all share."""
+    whole = torch.zeros(9, 8)
+    tensors = [whole[:2, :4], torch.zeros(0, 4), torch.zeros(4, 3, dtype=torch.float64).t(), whole[2:, 2:6]]
+    row_map = ops.RowMap.from_ranges(30, [0, 9], [4, 11], [2, 0], pool_rows=12)
+    parts = gathering.checked_parts("test", torch.zeros(1, 4), tensors, row_map)
+    assert parts.rows == [2, 0, 3, 7]
+    lists, alignment, kept = gathering._lists(parts, row_map)
+    table = lists[:16].reshape(4, 4)
+    assert table[:, 0].tolist() == [0, 2, 2, 5]
+    assert table[:, 1].tolist() == [one.data_ptr() for one in kept]
+    assert table[[0, 2, 3], 2].tolist() == [32, 32, 32]
+    assert table[:, 3].tolist() == [0, 0, 1, 0]
+    assert lists[16:].tolist() == [0, 4, 2, 9, 11, 0]
+    assert torch.equal(kept[2], tensors[2])
+    assert kept[2].is_contiguous()
+    assert alignment == 8
+    even = gathering.checked_parts("test", torch.zeros(1, 8), [whole[:4], whole[4:]], row_map=MAP)
+    assert gathering._lists(even, MAP)[1] == 16
+
+
+@settings(max_examples=200)
+@given(data=st.data())
+def test_ranges_and_entries_are_the_same_map(data):
+    rows, pool_rows = data.draw(st.integers(0, 30)), data.draw(st.integers(1, 20))
+    drawn = []
+    for _ in range(data.draw(st.integers(0, 6)) if rows else 0):
+        length = data.draw(st.integers(1, min(rows, pool_rows)))
+        first = data.draw(st.integers(0, rows - length))
+        drawn.append((first, first + length - 1, data.draw(st.integers(0, pool_rows - length))))
+    row_map = (
+        ops.RowMap.from_ranges(
+            rows, *(np.array(x, dtype=np.int64) for x in zip(*drawn, strict=True)), pool_rows=pool_rows
+        )
+        if drawn
+        else ops.RowMap.from_ranges(rows, [], [], [], pool_rows=pool_rows)
+    )
+    expected = [-1] * rows
+    for first, last, source in drawn:
+        expected[first : last + 1] = range(source, source + last - first + 1)
+    assert row_map.host.tolist() == expected
+    assert row_map.to("cpu").tolist() == expected
+    ranges = row_map.ranges.tolist()
+    assert all(one[1] < two[0] for one, two in itertools.pairwise(ranges))
+    padded = torch.from_numpy(row_map.padded_ranges(len(ranges) + 2))
+    assert padded[-2:, 0].tolist() == [UNUSED, UNUSED]
+    assert ops.expand_ranges(padded, rows).tolist() == expected
+
+
+def test_ranges_and_buffers_of_them_are_frozen_and_bounded():
+    with pytest.raises(ValueError, match="read-only"):
+        MAP.ranges[0, 0] = 2
+    with pytest.raises(ops.ArgumentError, match="a buffer of 0 ranges can't hold this map's 1"):
+        MAP.padded_ranges(0)
+
+
+@pytest.mark.parametrize(
+    ("ranges", "rows", "error", "words"),
+    [
+        (torch.zeros(3, dtype=torch.int32), 5, ops.ArgumentError, r"int32 \[n, 3\]"),
+        (torch.zeros(1, 3), 5, ops.ArgumentError, r"int32 \[n, 3\].*float32"),
+        (torch.zeros(1, 3, dtype=torch.int32), -1, ops.ArgumentError, "num_rows must be between 0"),
+        (torch.tensor([[0, 5, 0]], dtype=torch.int32), 5, ops.DataError, "range 0 is rows 0 to 5"),
+        (torch.tensor([[2, 1, 0]], dtype=torch.int32), 5, ops.DataError, "range 0 is rows 2 to 1"),
+        (torch.tensor([[0, 2, 0], [2, 3, 0]], dtype=torch.int32), 5, ops.DataError, "range 1 is rows 2 to 3"),
+    ],
+)
+def test_wrong_ranges_are_refused(ranges, rows, error, words):
+    with pytest.raises(error, match=words):
+        ops.expand_ranges(ranges, rows)
+
+
+def test_rows_go_to_their_places_and_nowhere_else():
+    out = torch.full((4, 5), 7.0, dtype=torch.float16)
+    rows = torch.tensor([[1.0, 2, 3], [4, 5, 6], [8, 9, 10]])
+    ops.store_rows(rows, torch.tensor([3, -1, 0], dtype=torch.int32), out=out[:, 1:4])
+    assert out.tolist() == [[7, 8, 9, 10, 7], [7] * 5, [7] * 5, [7, 1, 2, 3, 7]]
+
+
+@pytest.mark.parametrize(
+    ("rows", "places", "out", "error", "words"),
+    [
+        (torch.zeros(2, 3), [0, 4], torch.zeros(4, 3), ops.DataError, "below the buffer's 4 rows, row 1 has 4"),
+        (torch.zeros(2, 3), [0, -2], torch.zeros(4, 3), ops.DataError, "row 1 has -2"),
+        (torch.zeros(2, 3), [0], torch.zeros(4, 3), ops.ArgumentError, "one entry for each of 2 rows"),
+        (torch.zeros(2, 4), [0, 1], torch.zeros(4, 3), ops.ArgumentError, "as wide as out, 3, got 4"),
+        (torch.zeros(2, 3), [0, 1], torch.zeros(3, 4).t(), ops.ArgumentError, "columns must be adjacent"),
+        (torch.zeros(2, 3), [0, 1], torch.zeros(1, 3).expand(4, 3), ops.ArgumentError, "place of their own"),
+        (torch.zeros(2, 3, requires_grad=True), [0, 1], torch.zeros(4, 3), ops.GradientError, "detach"),
+    ],
+)
+def test_wrong_stores_are_refused_and_change_nothing(rows, places, out, error, words):
+    before = out.clone()
+    with pytest.raises(error, match=words):
+        ops.store_rows(rows, torch.tensor(places, dtype=torch.int32), out=out)
+    assert torch.equal(out, before)
+
+
+def test_a_store_refuses_its_own_rows():
+    out = torch.zeros(4, 3)
+    with pytest.raises(ops.ArgumentError, match="out overlaps rows"):
+        ops.store_rows(out[:2], torch.tensor([2, 3], dtype=torch.int32), out=out)
+
+
+@pytest.mark.parametrize("layout", ["plain", "sliced", "transposed"])
+def test_in_place_is_as_out_of_place_and_leaves_other_rows(layout):
+    hidden = {
+        "plain": torch.randn(5, 3),
+        "sliced": torch.randn(5, 5)[:, 1:4],
+        "transposed": torch.randn(3, 5).t(),
+    }[layout]
+    hidden[0] = float("nan")
+    pool = torch.randn(4, 6, dtype=torch.float64)
+    row_map = torch.tensor([-1, 3, -1, 0, 0], dtype=torch.int32)
+    expected = ops.deepstack_add(hidden, pool, row_map, 1)
+    assert ops.deepstack_add_(hidden, pool, row_map, 1) is hidden
+    torch.testing.assert_close(hidden, expected, rtol=0, atol=0, equal_nan=True)
+
+
+def test_wrong_additions_in_place_change_nothing():
+    hidden, pool = torch.randn(3, 2), torch.randn(4, 2)
+    before = hidden.clone()
+    good = torch.tensor([0, -1, 3], dtype=torch.int32)
+    for arguments, error, words in (
+        (
+            (hidden, pool, torch.tensor([0, 4, 1], dtype=torch.int32), 0),
+            ops.DataError,
+            "deepstack_add_: row_map",
+        ),
+        ((hidden, pool, good, 1), ops.ArgumentError, "level must be between 0 and 0"),
+        ((hidden, pool.clone().requires_grad_(), good, 0), ops.GradientError, "use deepstack_add"),
+        ((hidden, hidden, good, 0), ops.ArgumentError, "overlaps pool"),
+    ):
+        with pytest.raises(error, match=words):
+            ops.deepstack_add_(*arguments)
+        assert torch.equal(hidden, before)
+
+
+def test_compiled_once_for_all_sizes_they_equal_eager():
+    torch._dynamo.reset()
+
+    def prefill(ids, ranges, rows, places, pool):
+        ops.store_rows(rows, places, out=pool)
+        entries = ops.expand_ranges(ranges, ids.shape[0])
+        hidden = ops.assemble_embeddings(ids, TABLE, pool[:, :3], entries) * 2
+        ops.deepstack_add_(hidden, pool[:, 3:], entries, 0)
+        return hidden.relu()
+
+    compiled = torch.compile(prefill, fullgraph=True, dynamic=True)
+    for index, size in enumerate((5, 8, 13)):
+        g = torch.Generator().manual_seed(size)
+        ids = torch.randint(0, 4, (size,), generator=g)
+        row_map = ops.RowMap.from_ranges(size, [1, 4], [2, 4], [0, 5], pool_rows=6)
+        ranges = torch.from_numpy(row_map.padded_ranges(size))
+        rows, places = torch.randn(size, 6, generator=g), torch.full((size,), -1, dtype=torch.int32)
+        places[:3] = torch.tensor([5, 0, 1], dtype=torch.int32)
+        pools = torch.zeros(6, 6), torch.zeros(6, 6)
+        expected = prefill(ids, ranges, rows, places, pools[0])
+        with torch.no_grad(), torch._dynamo.config.patch(error_on_recompile=index > 0):
+            assert torch.equal(compiled(ids, ranges, rows, places, pools[1]), expected)
+        assert torch.equal(*pools)
