@@ -87,8 +87,8 @@ def describe_wrong(case: ScatterCase, wrong: Sequence[WrongRow]) -> str:
     )
 
 
-def shift_of(case: ScatterCase, wrong: Sequence[WrongRow]) -> str:
-    """Say whether wrong rows look shifted by one; empty where they don't."""
+def pattern_of(case: ScatterCase, wrong: Sequence[WrongRow]) -> str:
+    """Say whether wrong rows look shifted by one, or are one end of a range; empty where neither is so."""
     origins = case.origins()
     copied = [
         entry for entry in wrong if entry.found is not None and entry.found.kind not in ("text", "embeds")
@@ -104,6 +104,16 @@ def shift_of(case: ScatterCase, wrong: Sequence[WrongRow]) -> str:
         counts[f"rows look shifted by one: source rows lie one row too {word}"] = sum(
             0 <= entry.row + step < len(origins) and entry.found == origins[entry.row + step]
             for entry in copied
+        )
+    places = {entry.row for entry in wrong}
+    last = "last row of a range is missing, as where an inclusive end is taken for an exclusive one"
+    for step, words in ((-1, last), (1, "first row of a range is missing")):
+        beside = [(entry, entry.row + step) for entry in wrong if 0 <= entry.row + step < len(origins)]
+        counts[words] = sum(
+            place not in places
+            and origins[place] == dataclasses.replace(entry.expected, row=entry.expected.row + step)
+            for entry, place in beside
+            if entry.expected.kind not in ("text", "embeds")
         )
     likeliest = max(counts, key=lambda words: counts[words])
     return likeliest if counts[likeliest] > 0 and 2 * counts[likeliest] >= len(wrong) else ""

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from mmgraph.errors import OptionError
 from mmgraph.testing.cases import ScatterCase
 from mmgraph.testing.drawing import FLOATING
-from mmgraph.testing.explaining import ScatterMismatch, code_of, describe_wrong, shift_of, wrong_rows
+from mmgraph.testing.explaining import ScatterMismatch, code_of, describe_wrong, pattern_of, wrong_rows
 from mmgraph.testing.origins import Origin, SourceRange
 from mmgraph.testing.reference import added_gradients
 from mmgraph.testing.searching import Failure, find_failure
@@ -137,7 +137,7 @@ def _failure(
     wrong = wrong_rows(case, host)
     if wrong:
         rows = tuple(entry.row for entry in wrong)
-        hint = shift_of(case, wrong)
+        hint = pattern_of(case, wrong)
         return Failure(case, describe_wrong(case, wrong), rows, hint=hint and f"The {hint}.")
     if not gradients or not case.origins():
         return None
@@ -167,7 +167,7 @@ def _larger_hint(fn: Callable[..., torch.Tensor], case: Any, form: Form, device:
     if form != "mask":
         changes |= {"ids": tuple(range(9)), "vocabulary": 9}
     found = _failure(fn, replace(case, **changes), form, device, False)
-    return f"With more rows around, {found.hint[4:]}" if found is not None and found.hint else ""
+    return f"With more rows around, the {found.hint[4:]}" if found is not None and found.hint else ""
 
 
 def _raised(case: ScatterCase, error: Exception, who: str = "It") -> Failure:

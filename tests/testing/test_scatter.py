@@ -362,7 +362,7 @@ def test_options_leave_out_what_they_name(unshrunk: None) -> None:
 def test_the_message_names_the_row_what_it_should_hold_and_what_it_holds() -> None:
     error = refused(FAULTS["source one too far"])
     assert (
-        "With more rows around, sources look shifted by one: rows hold the source row after the right"
+        "With more rows around, the sources look shifted by one: rows hold the source row after the right"
         in str(error)
     )
     assert error.rows == (0,)
@@ -372,6 +372,11 @@ def test_the_message_names_the_row_what_it_should_hold_and_what_it_holds() -> No
     error = refused(FAULTS["exclusive end"])
     assert "holds the text row of id 0, its own: nothing was put there" in str(error)
     assert "1 of 1 rows are wrong: 0." in str(error)
+    assert "With more rows around, the last row of a range is missing, as where an inclusive end is" in str(
+        error
+    )
+    error = refused(FAULTS["destination begins late"])
+    assert "With more rows around, the first row of a range is missing" in str(error)
     error = refused(fault(cast=lambda rows, out: torch.zeros(out.shape[1])))
     assert "should hold source 0 row 0; it holds zeros" in str(error)
     error = refused(FAULTS["garbage in uncovered rows"])
