@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from mmgraph.planning import EncodePlan as EncodePlan
     from mmgraph.planning import ScatterRange as ScatterRange
     from mmgraph.planning import build_plan as build_plan
+    from mmgraph.pool import EncoderPool as EncoderPool
+    from mmgraph.row_cache import RowCache as RowCache
     from mmgraph.transport import ShmTensorHandle as ShmTensorHandle
 
 _HOMES = {
@@ -46,6 +48,8 @@ _HOMES = {
     "EncodePlan": "mmgraph.planning",
     "ScatterRange": "mmgraph.planning",
     "build_plan": "mmgraph.planning",
+    "EncoderPool": "mmgraph.pool",
+    "RowCache": "mmgraph.row_cache",
     "ShmTensorHandle": "mmgraph.transport",
 }
 

@@ -97,6 +97,30 @@ class HandleStateError(TransportError):
     """A handle was consumed without being attached, or used after it was consumed or released."""
 
 
+class PoolError(MultimodalError):
+    """Base of the errors of an encoder pool and of a row store."""
+
+
+class PoolArgumentError(PoolError, ValueError):
+    """An argument of a pool is of the wrong kind, or doesn't fit the pool or what is stored."""
+
+
+class PoolFullError(PoolError, RuntimeError):
+    """The wanted rows are more than what is free or can be evicted."""
+
+
+class PoolStateError(PoolError, RuntimeError):
+    """A call that the state of a lease or of a key doesn't allow."""
+
+
+class PoolCaptureError(PoolStateError):
+    """A call that belongs outside a CUDA-graph capture was made inside one."""
+
+
+class PoolCopyError(PoolError, TypeError):
+    """A pool or a lease was to be copied or pickled."""
+
+
 def __getattr__(name: str) -> Any:
     """Find the errors of ``mmgraph.capture`` and ``mmgraph.ops`` under this module too, in that order."""
     if not name.startswith("_"):
