@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 import torch
-from shm import Fork, fork, names, own_directory, segments
+from shm import Fork, consume_in_a_group, fork, names, own_directory, publish_for_a_parent, segments
 
 from mmgraph import ShmTensorHandle, transport, transport_files, transport_segments
 from mmgraph.errors import SegmentGoneError
@@ -262,16 +262,11 @@ def test_a_consumer_that_exits_takes_nothing_along_and_says_nothing(plain_shm: P
     assert without_lock(plain_shm) == []
 
 
-def _publish_for_a_parent(directory: str, pipe: Any) -> None:
-    transport_files.DIRECTORY = directory
-    pipe.send(ShmTensorHandle.publish(FEATURE))
-
-
 @pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
 def test_processes_of_multiprocessing_remove_their_locks(plain_shm: Path, method: str) -> None:
     context = multiprocessing.get_context(method)
     receiving, sending = context.Pipe(duplex=False)
-    producer = context.Process(target=_publish_for_a_parent, args=(str(plain_shm), sending))
+    producer = context.Process(target=publish_for_a_parent, args=(str(plain_shm), FEATURE, sending))
     producer.start()
     handle = receiving.recv()
     producer.join()
@@ -281,20 +276,13 @@ def test_processes_of_multiprocessing_remove_their_locks(plain_shm: Path, method
     assert names(plain_shm) == []
 
 
-def _consume_in_a_group(directory: str, queue: Any, barrier: Any, results: Any) -> None:
-    transport_files.DIRECTORY = directory
-    handle = queue.get()["feature"].attach()
-    barrier.wait()
-    results.put(consumed(handle))
-
-
 def test_a_group_of_spawned_consumers_behind_a_barrier(
     plain_shm: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     context = multiprocessing.get_context("spawn")
     queue, barrier, results = context.Queue(), context.Barrier(3), context.Queue()
     group = [
-        context.Process(target=_consume_in_a_group, args=(str(plain_shm), queue, barrier, results))
+        context.Process(target=consume_in_a_group, args=(str(plain_shm), queue, barrier, results))
         for _ in range(3)
     ]
     for member in group:
@@ -302,7 +290,7 @@ def test_a_group_of_spawned_consumers_behind_a_barrier(
     handle = ShmTensorHandle.publish(FEATURE)
     for _ in group:
         queue.put({"feature": handle})
-    assert [results.get(timeout=120) for _ in group] == [True] * 3
+    assert [results.get(timeout=120) for _ in group] == [FEATURE.tolist()] * 3
     for member in group:
         member.join()
     assert without_lock(plain_shm) == []

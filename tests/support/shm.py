@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 
 import pytest
 
+from mmgraph import ShmTensorHandle
 from mmgraph import transport_files as files
 
 FAILED = 70
@@ -130,3 +131,18 @@ class Fork:
 def fork(run: Callable[[Fork], int | None]) -> int:
     """Run a function in a fork and give the exit status."""
     return Fork(run).wait()
+
+
+# What processes of multiprocessing run: here, where a spawned one finds it.
+
+
+def publish_for_a_parent(directory: str, feature: Any, pipe: Any) -> None:
+    files.DIRECTORY = directory
+    pipe.send(ShmTensorHandle.publish(feature))
+
+
+def consume_in_a_group(directory: str, queue: Any, barrier: Any, results: Any) -> None:
+    files.DIRECTORY = directory
+    handle = queue.get()["feature"].attach()
+    barrier.wait()
+    results.put(handle.consume().tolist())
