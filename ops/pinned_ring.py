@@ -7,8 +7,6 @@ costs the host more than the bytes.
 
 import threading
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -35,6 +33,7 @@ class _Slot:
             self.pinned = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
             # First used on the stream that it is allocated on; others come after that use's event.
             self.copy = torch.empty(size, dtype=torch.uint8, device=device)
+        self.size = size
         self.arrays = {dtype: self.pinned.view(kind).numpy() for dtype, kind in _DTYPES.items()}
         self.tensors = {dtype: self.copy.view(kind) for dtype, kind in _DTYPES.items()}
         self.event = torch.cuda.Event()
@@ -50,30 +49,21 @@ class PinnedRing:
         self._lock = threading.Lock()
         self._streams: dict[Any, torch.cuda.Stream] = {}
 
-    @contextmanager
-    def lend(self, count: int, dtype: np.dtype[Any]) -> Iterator[tuple[npt.NDArray[Any], torch.Tensor, Any]]:
-        """Lend a slot for work on the current stream, which ends with the block.
+    def take(self, size: int) -> _Slot:
+        """Take a slot for work on the current stream.
 
         Args:
-            count: Numbers that it must hold.
-            dtype: int32 or int64.
-
-        Yields:
-            The host's array, to be filled; the device's tensor; and a function that starts the copy.
+            size: Bytes that it must hold.
         """
-        size = _SMALLEST
-        while size < count * dtype.itemsize:
-            size *= 4
-        slot = self._take(size)
-        try:
-            yield (
-                slot.arrays[dtype],
-                slot.tensors[dtype],
-                lambda: slot.copy.copy_(slot.pinned, non_blocking=True),
-            )
-        finally:
-            slot.event.record(self._current_stream())
-            self._slots[size].append(slot)  # newest last, so that the oldest is tried first
+        rounded = _SMALLEST
+        while rounded < size:
+            rounded *= 4
+        return self._take(rounded)
+
+    def give_back(self, slot: _Slot) -> None:
+        """Give a slot back: what the current stream has been given by now is its last use."""
+        slot.event.record(self._current_stream())
+        self._slots[slot.size].append(slot)  # newest last, so that the oldest is tried first
 
     def _current_stream(self) -> torch.cuda.Stream:
         key = torch._C._cuda_getCurrentStream(self._device.index)
@@ -127,28 +117,40 @@ def ring_of(device: torch.device, what: str) -> PinnedRing:
     return ring
 
 
-@contextmanager
-def on_loan(values: npt.NDArray[Any], device: torch.device, what: str) -> Iterator[torch.Tensor]:
-    """Lend the device a copy of an array for work that the block enqueues on the current stream.
+class on_loan:  # noqa: N801 - used like a function
+    """Lends the device a copy of an array for work that the block enqueues on the current stream of the device.
+
+    A class, because a generator's context costs the host as much as a launch. The block is given a tensor that begins
+    with the values.
 
     Args:
         values: int32 or int64, of one dimension and not empty.
         device: Any; where it isn't CUDA the copy is a plain one.
         what: Names the call in an error.
 
-    Yields:
-        A tensor that begins with the values.
-
     Raises:
         DuringCaptureError: The current stream is being captured.
     """
-    if device.type != "cuda":
-        yield torch.from_numpy(values.copy()).to(device)
-        return
-    with on_device(device), ring_of(device, what).lend(values.shape[0], values.dtype) as (array, tensor, copy):
-        array[: values.shape[0]] = values
-        copy()
-        yield tensor
+
+    __slots__ = ("_device", "_ring", "_slot", "_values")
+
+    def __init__(self, values: npt.NDArray[Any], device: torch.device, what: str) -> None:
+        self._values = values
+        self._device = device
+        self._ring = ring_of(device, what) if device.type == "cuda" else None
+
+    def __enter__(self) -> torch.Tensor:
+        values = self._values
+        if self._ring is None:
+            return torch.from_numpy(values.copy()).to(self._device)
+        slot = self._slot = self._ring.take(values.nbytes)
+        slot.arrays[values.dtype][: values.shape[0]] = values
+        slot.copy.copy_(slot.pinned, non_blocking=True)
+        return slot.tensors[values.dtype]
+
+    def __exit__(self, *error: object) -> None:
+        if self._ring is not None:
+            self._ring.give_back(self._slot)
 
 
 def upload(values: npt.NDArray[Any], device: torch.device, what: str) -> torch.Tensor:
@@ -169,5 +171,5 @@ def upload(values: npt.NDArray[Any], device: torch.device, what: str) -> torch.T
         return torch.from_numpy(values.copy()).to(device)
     if values.size == 0:
         return torch.empty(values.shape, dtype=_DTYPES[values.dtype], device=device)
-    with on_loan(values.reshape(-1), device, what) as tensor:
+    with on_device(device), on_loan(values.reshape(-1), device, what) as tensor:
         return tensor[: values.size].clone().view(values.shape)

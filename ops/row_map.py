@@ -5,7 +5,6 @@ device is sent ranges too, far fewer bytes than entries, and writes the entries 
 """
 
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +12,7 @@ import torch
 
 from mmgraph.ops.checks import UNUSED_RANGE
 from mmgraph.ops.errors import ArgumentError
+from mmgraph.ops.launching import on_device
 from mmgraph.ops.pinned_ring import on_loan, upload
 from mmgraph.ops.registration import overload
 
@@ -34,6 +34,7 @@ class RowMap:
     pool_rows: int
     ranges: npt.NDArray[np.int32]
     _entries: list[npt.NDArray[np.int32]] = field(default_factory=list, repr=False)
+    _index: list[npt.NDArray[np.int32]] = field(default_factory=list, repr=False)
 
     @classmethod
     def from_ranges(
@@ -95,10 +96,24 @@ class RowMap:
             self._entries.append(entries)
         return self._entries[0]
 
-    @property
-    def flat_ranges(self) -> npt.NDArray[Any]:
-        """The ranges one after another, int32; one that covers nothing where there is none."""
-        return self.ranges.reshape(-1) if self.ranges.shape[0] else _NO_RANGE
+    def index(self) -> npt.NDArray[np.int32]:
+        """What a kernel finds a row's range by.
+
+        Returns:
+            int32, of one dimension: the ranges, and one that begins behind every row; then for each 64 rows the last
+            range that begins at or before the first of them, or the first range of all.
+        """
+        if not self._index:
+            made = self.ranges if self.ranges.shape[0] else _NO_RANGE
+            count = made.shape[0]
+            steps = -(-self.num_rows // INDEX_STRIDE)
+            index = np.empty(3 * (count + 1) + steps, dtype=np.int32)
+            index[: 3 * count] = made.reshape(-1)
+            index[3 * count : 3 * count + 3] = UNUSED_RANGE
+            hints = np.searchsorted(made[:, 0], np.arange(0, self.num_rows, INDEX_STRIDE), side="right")
+            np.maximum(hints - 1, 0, out=index[3 * count + 3 :], casting="unsafe")
+            self._index.append(index)
+        return self._index[0]
 
     def to(self, device: torch.device | str) -> torch.Tensor:
         """The entries on a device, int32 ``[num_rows]``; on CUDA enqueued on the current stream, without a stall.
@@ -115,9 +130,8 @@ class RowMap:
         target = torch.device(device)
         if target.type != "cuda" or not 0 < self.ranges.size <= self.num_rows:
             return upload(self.host, target, "RowMap.to(device)")
-        with on_loan(self.flat_ranges, target, "RowMap.to(device)") as ranges:
-            flat = ranges[: self.flat_ranges.shape[0]]
-            expanded: torch.Tensor = _expand(flat.view(-1, 3), self.num_rows)
+        with on_device(target), on_loan(self.ranges.reshape(-1), target, "RowMap.to(device)") as ranges:
+            expanded: torch.Tensor = _expand(ranges[: self.ranges.size].view(-1, 3), self.num_rows)
         return expanded
 
     def padded_ranges(self, capacity: int) -> npt.NDArray[np.int32]:
@@ -140,7 +154,8 @@ class RowMap:
         return padded
 
 
-_NO_RANGE = np.array([0, -1, 0], dtype=np.int32)
+INDEX_STRIDE = 64
+_NO_RANGE = np.array([[0, -1, 0]], dtype=np.int32)
 _expand = overload("expand_ranges")
 
 

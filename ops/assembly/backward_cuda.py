@@ -6,7 +6,7 @@ takes 20 times as long for the pool's part on an H200 (8192 rows of 4096), as ro
 
 import torch
 
-from mmgraph.ops.assembly.cuda import adjacent, shape_of
+from mmgraph.ops.assembly.cuda import adjacent, row_stride, shape_of
 from mmgraph.ops.launching import launch, on_device
 from mmgraph.ops.registration import kernel_module
 
@@ -58,14 +58,14 @@ def merge_backward(
     if rows == 0 or width == 0:
         return embeds, features
     grad = adjacent(grad)
-    shape = shape_of(rows, width, grad.element_size())
+    shape = shape_of(width, grad.element_size())
     with on_device(grad.device):
         launch(
             kernel_module("assembly.backward_kernels").unmerge_kernel,
             rows * shape.parts,
             (grad, mask.contiguous(), torch.cumsum(mask, 0, dtype=torch.int32), embeds, features),
             (num_features,),
-            (grad.stride(0),),
+            (row_stride(grad),),
             (width, shape.block, shape.parts),
             num_warps=shape.warps,
         )
@@ -94,7 +94,7 @@ def _sum_rows(
     keys = torch.empty(rows, dtype=torch.int32 if small else torch.int64, device=grad.device)
     work = torch.float64 if torch.float64 in (pool.dtype, table.dtype, grad.dtype) else torch.float32
     chunks = -(-rows // _CHUNK)
-    shape = shape_of(rows, width, 4)
+    shape = shape_of(width, 4)
     cut = (width, shape.block, shape.parts, skipped, _CHUNK)
     with on_device(grad.device):
         launch(
@@ -113,7 +113,7 @@ def _sum_rows(
             rows * shape.parts,
             (grad, keys, order, pool, table, scratch),
             (rows, pool_rows),
-            (grad.stride(0), pool.stride(0), table.stride(0)),
+            (row_stride(grad), row_stride(pool), row_stride(table)),
             cut,
             num_warps=shape.warps,
         )
@@ -123,7 +123,7 @@ def _sum_rows(
                 chunks * shape.parts,
                 (keys, pool, table, scratch),
                 (rows, pool_rows),
-                (pool.stride(0), table.stride(0)),
+                (row_stride(pool), row_stride(table)),
                 cut,
                 num_warps=shape.warps,
             )

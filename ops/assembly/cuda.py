@@ -16,45 +16,43 @@ from mmgraph.ops.registration import kernel_module, mark_written
 
 Tensor = torch.Tensor
 
-# What a program moves, and each of its warps. At width 4096 in bfloat16 on an H200 programs of 2 KiB are within 2% of
-# the best of 1 to 16 KiB with 1 to 4 rows; whole rows are 4% slower, and smaller programs wait for their own launch.
-_BYTES_PER_PROGRAM = 2048
+# What a program moves, and each of its warps. Widths of 1024 to 8192 in bfloat16 on an H200: within 2% of the best of 1
+# to 8 KiB a program with 1 to 4 rows. Hints to the L2 cache (loads that stay, or stores that leave first) take up to 4%
+# off the kernel and put as much or more on the next one, which reads the rows: it then waits for the writing back.
+_BYTES_PER_PROGRAM = 4096
 _BYTES_PER_WARP = 1024
 _LARGEST_BLOCK = 4096
 # Numbers, since an enumeration's members take their time to become some.
 _ASSEMBLE_ROW, _ASSEMBLE_ID = int(Fault.ASSEMBLE_ROW), int(Fault.ASSEMBLE_ID)
 _MERGE_COUNT, _DEEPSTACK_ROW = int(Fault.MERGE_COUNT), int(Fault.DEEPSTACK_ROW)
 _STORE_ROW, _RANGES = int(Fault.STORE_ROW), int(Fault.RANGES)
-# An output that the L2 cache can't keep for its reader is better evicted first: the cache then writes it back all the
-# while, instead of in bursts (8192 x 4096: 2% less time; a small one is left for the reader to find).
-_KEPT_BYTES = 32 * 2**20
 
 
 class Shape(NamedTuple):
-    """How a row is cut: columns of a program, programs for each row, warps; and the output's priority in the cache."""
+    """How a row is cut: columns of a program, programs for each row, warps."""
 
     block: int
     parts: int
     warps: int
-    evict: str
-
-
-def shape_of(rows: int, width: int, item_size: int) -> Shape:
-    """The cut of rows of this width."""
-    return _shape_of(width, item_size, rows * width * item_size > _KEPT_BYTES)
 
 
 @lru_cache(maxsize=1024)
-def _shape_of(width: int, item_size: int, large: bool) -> Shape:
+def shape_of(width: int, item_size: int) -> Shape:
+    """The cut of rows of this width."""
     pieces = max(1, width * item_size // _BYTES_PER_PROGRAM)
     block = min(_LARGEST_BLOCK, 1 << (-(-width // pieces) - 1).bit_length())
     warps = max(1, min(8, block * item_size // _BYTES_PER_WARP))
-    return Shape(block, -(-width // block), warps, "evict_first" if large else "")
+    return Shape(block, -(-width // block), warps)
 
 
 def adjacent(tensor: Tensor) -> Tensor:
     """The tensor, or a copy whose columns are adjacent in memory."""
     return tensor if tensor.stride(1) == 1 else tensor.contiguous()
+
+
+def row_stride(tensor: Tensor) -> int:
+    """Elements from row to row; of a single row's, which is anything, the width: another would compile a kernel."""
+    return tensor.stride(0) if tensor.shape[0] > 1 else tensor.shape[1]
 
 
 def assemble(input_ids: Tensor, table: Tensor, pool: Tensor, row_map: Tensor, strict: bool) -> Tensor:
@@ -88,19 +86,18 @@ def _launch_assemble(
     if rows == 0 or width == 0:
         return
     table, pool = adjacent(table), adjacent(pool)
-    shape = shape_of(rows, width, out.element_size())
+    shape = shape_of(width, out.element_size())
     with on_device(out.device):
         launch(
             kernel_module("assembly.kernels").assemble_kernel,
             rows * shape.parts,
             (input_ids.contiguous(), table, pool, row_map.contiguous(), out, flag),
             (table.shape[0], pool.shape[0]),
-            (table.stride(0), pool.stride(0), out.stride(0)),
+            (row_stride(table), row_stride(pool), row_stride(out)),
             (
                 width,
                 shape.block,
                 shape.parts,
-                shape.evict,
                 strict,
                 _ASSEMBLE_ROW,
                 _ASSEMBLE_ID,
@@ -122,15 +119,15 @@ def merge(embeds: Tensor, mask: Tensor, features: Tensor, num_placeholders: int 
     if rows == 0 or width == 0:
         return out
     embeds, features = adjacent(embeds), adjacent(features)
-    shape = shape_of(rows, width, out.element_size())
+    shape = shape_of(width, out.element_size())
     with on_device(out.device):
         launch(
             kernel_module("assembly.kernels").merge_kernel,
             rows * shape.parts,
             (embeds, mask.contiguous(), torch.cumsum(mask, 0, dtype=torch.int32), features, out, flag),
             (rows, features.shape[0]),
-            (embeds.stride(0), features.stride(0)),
-            (width, shape.block, shape.parts, shape.evict, _MERGE_COUNT),
+            (row_stride(embeds), row_stride(features)),
+            (width, shape.block, shape.parts, _MERGE_COUNT),
             num_warps=shape.warps,
         )
     return out
@@ -163,15 +160,15 @@ def _launch_deepstack(
     if rows == 0:
         return
     part = adjacent(pool[:, level * width : (level + 1) * width])
-    shape = shape_of(rows, width, out.element_size())
+    shape = shape_of(width, out.element_size())
     with on_device(out.device):
         launch(
             kernel_module("assembly.kernels").deepstack_kernel,
             rows * shape.parts,
             (hidden, part, row_map.contiguous(), out, flag),
             (part.shape[0],),
-            (hidden.stride(0), part.stride(0), out.stride(0)),
-            (width, shape.block, shape.parts, shape.evict, in_place, _DEEPSTACK_ROW),
+            (row_stride(hidden), row_stride(part), row_stride(out)),
+            (width, shape.block, shape.parts, in_place, _DEEPSTACK_ROW),
             num_warps=shape.warps,
         )
 
@@ -187,14 +184,14 @@ def store_rows(rows: Tensor, places: Tensor, *, out: Tensor) -> None:
     if count == 0 or width == 0:
         return
     rows = adjacent(rows)
-    shape = shape_of(count, width, out.element_size())
+    shape = shape_of(width, out.element_size())
     with on_device(out.device):
         launch(
             kernel_module("assembly.kernels").store_kernel,
             count * shape.parts,
             (rows, places.contiguous(), out, flag),
             (out.shape[0],),
-            (rows.stride(0), out.stride(0)),
+            (row_stride(rows), row_stride(out)),
             (width, shape.block, shape.parts, _STORE_ROW),
             num_warps=shape.warps,
         )

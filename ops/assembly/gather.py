@@ -1,7 +1,7 @@
 """Assembly straight from where rows lie: a pool, or a list of tensors that is never joined; one launch, no row map.
 
-For eager calls with a ``RowMap``, whose ranges a program searches by bisection, and the tensors of a list after them,
-which it reads by their addresses. Addresses can't be traced, so this is no op of its own: with fake tensors,
+For eager calls with a ``RowMap``, in whose index a program finds its range, and with it the tensor of a list, which it
+reads by its address. Addresses can't be traced, so this is no op of its own: with fake tensors,
 transforms, traces or subclasses, and on a CPU, the parts are joined and the op runs.
 """
 
@@ -15,18 +15,19 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from mmgraph.ops import checks
-from mmgraph.ops.assembly.cuda import adjacent, shape_of
+from mmgraph.ops.assembly.cuda import adjacent, row_stride, shape_of
 from mmgraph.ops.error_flag import Fault, flag_for
 from mmgraph.ops.errors import ArgumentError
-from mmgraph.ops.launching import launch
+from mmgraph.ops.launching import launch, on_device
 from mmgraph.ops.pinned_ring import on_loan
 from mmgraph.ops.registration import kernel_module, overload
-from mmgraph.ops.row_map import RowMap
+from mmgraph.ops.row_map import INDEX_STRIDE, RowMap
 
 Tensor = torch.Tensor
 
 _KINDS = 4  # dtypes that one launch can read: the kernel's
 _WIDEST = 16  # bytes of a load
+_BEYOND = 2**62
 _ID_FAULT = int(Fault.ASSEMBLE_ID)
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
 
@@ -142,19 +143,21 @@ def gather(
     table, input_ids = adjacent(table), input_ids.contiguous()
     tensors = parts.tensors
     listed = len(tensors) > 1 and len(parts.kinds) <= _KINDS
-    lists, alignment, kept = _lists(parts, row_map) if listed else (row_map.flat_ranges, 0, [])
-    shape = shape_of(rows, width, out.element_size())
-    common = (width, *shape[:2], shape.evict)
+    index = row_map.index()
+    count = max(1, row_map.ranges.shape[0]) + 1  # and one behind them
+    lists, alignment, kept = _lists(parts, index, count) if listed else (index, 0, [])
+    shape = shape_of(width, out.element_size())
+    common = (width, shape.block, shape.parts, INDEX_STRIDE)
     kernels = kernel_module("assembly.kernels")
-    with on_loan(lists, out.device, "assemble_embeddings with a RowMap") as ranges:
+    with on_device(out.device), on_loan(lists, out.device, "assemble_embeddings with a RowMap") as ranges:
         if not listed:
             pool = adjacent(joined(table, tensors) if tensors else table)
             launch(
                 kernels.ranged_kernel,
                 rows * shape.parts,
                 (input_ids, table, pool, ranges, out, flag),
-                (table.shape[0], max(1, row_map.ranges.shape[0])),
-                (table.stride(0), pool.stride(0), out.stride(0)),
+                (table.shape[0], count),
+                (row_stride(table), row_stride(pool), row_stride(out)),
                 (*common, strict, _ID_FAULT),
                 num_warps=shape.warps,
             )
@@ -166,34 +169,39 @@ def gather(
             kernels.gather_kernel,
             rows * shape.parts,
             (input_ids, table, *samples, ranges, out, flag),
-            (table.shape[0], max(1, row_map.ranges.shape[0]), len(tensors)),
-            (table.stride(0), out.stride(0)),
+            (table.shape[0], count, len(tensors) + 1),
+            (row_stride(table), row_stride(out)),
             (*common, len(parts.kinds), alignment, strict, _ID_FAULT),
             num_warps=shape.warps,
         )
     return out
 
 
-def _lists(parts: Parts, row_map: RowMap) -> tuple[npt.NDArray[np.int64], int, list[Tensor]]:
+def _lists(
+    parts: Parts, index: npt.NDArray[np.int32], ranges: int
+) -> tuple[npt.NDArray[np.int64], int, list[Tensor]]:
     """What the kernel reads of tensors and ranges; what all addresses divide by; the tensors, copied if need be."""
     tensors, kinds = parts.tensors, parts.kinds
-    count = len(tensors)
-    ranges = row_map.flat_ranges
-    made = np.empty(4 * count + ranges.shape[0], dtype=np.int64)
-    table = made[: 4 * count].reshape(count, 4)
+    size = 4 * (len(tensors) + 1)
+    made = np.empty(size + ranges + index.shape[0], dtype=np.int64)
+    table = made[:size].reshape(-1, 4)
+    table[-1] = (_BEYOND, 0, 0, 0)
     if len(kinds) == 1 and all(map(torch.Tensor.is_contiguous, tensors)):
-        steps = row_bytes = tensors[0].shape[1] * tensors[0].element_size()
-        table[:, 2] = row_bytes
+        steps = tensors[0].shape[1] * tensors[0].element_size()
+        table[:, 2] = steps
         table[:, 3] = 0
     else:
         tensors = [adjacent(one) for one in tensors]
-        table[:, 2] = [one.stride(0) * one.element_size() for one in tensors]
-        table[:, 3] = [kinds.index(one.dtype) for one in tensors]
-        steps = int(np.bitwise_or.reduce(table[:, 2]))
-    table[:, 0] = list(itertools.accumulate(parts.rows[:-1], initial=0))
-    table[:, 1] = list(map(torch.Tensor.data_ptr, tensors))
-    made[4 * count :] = ranges
-    return made, _alignment(int(np.bitwise_or.reduce(table[:, 1])) | steps), tensors
+        table[:-1, 2] = [row_stride(one) * one.element_size() for one in tensors]
+        table[:-1, 3] = [kinds.index(one.dtype) for one in tensors]
+        steps = int(np.bitwise_or.reduce(table[:-1, 2]))
+    firsts = list(itertools.accumulate(parts.rows[:-1], initial=0))
+    table[:-1, 0] = firsts
+    table[:-1, 1] = list(map(torch.Tensor.data_ptr, tensors))
+    # The owner of each range's first row, the last of the tensors that begin there: others of them have no rows.
+    made[size : size + ranges] = np.searchsorted(table[:-1, 0], index[2 : 3 * ranges : 3], side="right") - 1
+    made[size + ranges :] = index
+    return made, _alignment(int(np.bitwise_or.reduce(table[:-1, 1])) | steps), tensors
 
 
 def _alignment(bits: int) -> int:

@@ -23,13 +23,13 @@ def _columns(PARTS: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _put(dst_ptr, values, columns, WIDTH: tl.constexpr, BLOCK: tl.constexpr, EVICT: tl.constexpr):
+def _put(dst_ptr, values, columns, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     """Store a piece of a row."""
     values = values.to(dst_ptr.dtype.element_ty)
     if WIDTH % BLOCK == 0:
-        tl.store(dst_ptr + columns, values, eviction_policy=EVICT)
+        tl.store(dst_ptr + columns, values)
     else:
-        tl.store(dst_ptr + columns, values, mask=columns < WIDTH, eviction_policy=EVICT)
+        tl.store(dst_ptr + columns, values, mask=columns < WIDTH)
 
 
 @triton.jit
@@ -49,7 +49,6 @@ def _put_chosen(
     columns,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
-    EVICT: tl.constexpr,
 ):
     """Store a piece of the covering row, of the text row, or of neither: then zeros.
 
@@ -59,13 +58,13 @@ def _put_chosen(
     if cover_ptr.dtype.element_ty == text_ptr.dtype.element_ty:
         src_ptr = tl.where(covered, cover_ptr, text_ptr)
         values = tl.load(src_ptr + columns, mask=inside & (covered | uncovered), other=0)
-        _put(dst_ptr, values, columns, WIDTH, BLOCK, EVICT)
+        _put(dst_ptr, values, columns, WIDTH, BLOCK)
     else:
         if covered:
-            _put(dst_ptr, tl.load(cover_ptr + columns, mask=inside), columns, WIDTH, BLOCK, EVICT)
+            _put(dst_ptr, tl.load(cover_ptr + columns, mask=inside), columns, WIDTH, BLOCK)
         else:
             values = tl.load(text_ptr + columns, mask=inside & uncovered, other=0)
-            _put(dst_ptr, values, columns, WIDTH, BLOCK, EVICT)
+            _put(dst_ptr, values, columns, WIDTH, BLOCK)
 
 
 @triton.jit
@@ -95,7 +94,6 @@ def assemble_kernel(
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     PARTS: tl.constexpr,
-    EVICT: tl.constexpr,
     STRICT: tl.constexpr,
     ROW_FAULT: tl.constexpr,
     ID_FAULT: tl.constexpr,
@@ -108,9 +106,7 @@ def assemble_kernel(
     cover_ptr = pool_ptr + source * pool_stride
     text_ptr = table_ptr + nearest * table_stride
     uncovered = (source == -1) & (vocab > 0)
-    _put_chosen(
-        covered, uncovered, cover_ptr, text_ptr, out_ptr + row * out_stride, columns, WIDTH, BLOCK, EVICT
-    )
+    _put_chosen(covered, uncovered, cover_ptr, text_ptr, out_ptr + row * out_stride, columns, WIDTH, BLOCK)
     if part == 0:
         if source == -1:
             _record_id(flag_ptr, row, token, vocab, STRICT, ID_FAULT)
@@ -119,16 +115,13 @@ def assemble_kernel(
 
 
 @triton.jit
-def _range_of(ranges_ptr, row, count, FIELDS: tl.constexpr):
-    """The last of the ascending ranges that begins at or before a row; the first where none does."""
-    low = row * 0
-    high = low + count
-    while high - low > 1:
-        middle = (low + high) // 2
-        begins = tl.load(ranges_ptr + middle * FIELDS) <= row
-        low = tl.where(begins, middle, low)
-        high = tl.where(begins, high, middle)
-    return low
+def _last_begun(firsts_ptr, start, place, FIELDS: tl.constexpr):
+    """The last record that begins at or before a place, from one that does; behind the last lies one that never does."""
+    following = tl.load(firsts_ptr + (start + 1) * FIELDS)
+    while following <= place:
+        start += 1
+        following = tl.load(firsts_ptr + (start + 1) * FIELDS)
+    return start
 
 
 @triton.jit(do_not_specialize=["vocab", "count"])
@@ -147,23 +140,22 @@ def ranged_kernel(
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     PARTS: tl.constexpr,
-    EVICT: tl.constexpr,
+    STRIDE: tl.constexpr,
     STRICT: tl.constexpr,
     ID_FAULT: tl.constexpr,
 ):
-    """A piece of one row, from the pool or the table, by ranges ``[count, 3]``: first row, last row, first pool row."""
+    """A piece of one row, from the pool or the table, by a ``RowMap``'s index of ``count`` ranges."""
     row, part, columns = _columns(PARTS, BLOCK)
     token, nearest = _text(ids_ptr, row, vocab)
-    range_ptr = ranges_ptr + _range_of(ranges_ptr, row, count, 3) * 3
+    hint = tl.load(ranges_ptr + count * 3 + row // STRIDE)
+    range_ptr = ranges_ptr + _last_begun(ranges_ptr, hint, row, 3) * 3
     begin = tl.load(range_ptr)
     covered = (row >= begin) & (row <= tl.load(range_ptr + 1))
     source = tl.load(range_ptr + 2) + (row - begin)
     uncovered = (covered == 0) & (vocab > 0)
     cover_ptr = pool_ptr + source * pool_stride
     text_ptr = table_ptr + nearest * table_stride
-    _put_chosen(
-        covered, uncovered, cover_ptr, text_ptr, out_ptr + row * out_stride, columns, WIDTH, BLOCK, EVICT
-    )
+    _put_chosen(covered, uncovered, cover_ptr, text_ptr, out_ptr + row * out_stride, columns, WIDTH, BLOCK)
     if part == 0:
         if covered == 0:
             _record_id(flag_ptr, row, token, vocab, STRICT, ID_FAULT)
@@ -178,12 +170,11 @@ def _put_from(
     inside,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
-    EVICT: tl.constexpr,
     ALIGNMENT: tl.constexpr,
 ):
     """Store a piece of the row at an address, of another pointer's type."""
     cover_ptr = tl.multiple_of(address.to(typed_ptr.dtype), ALIGNMENT)
-    _put(dst_ptr, tl.load(cover_ptr + columns, mask=inside), columns, WIDTH, BLOCK, EVICT)
+    _put(dst_ptr, tl.load(cover_ptr + columns, mask=inside), columns, WIDTH, BLOCK)
 
 
 @triton.jit(do_not_specialize=["vocab", "count", "parts"])
@@ -205,7 +196,7 @@ def gather_kernel(
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     PARTS: tl.constexpr,
-    EVICT: tl.constexpr,
+    STRIDE: tl.constexpr,
     KINDS: tl.constexpr,
     ALIGNMENT: tl.constexpr,
     STRICT: tl.constexpr,
@@ -214,38 +205,41 @@ def gather_kernel(
     """A piece of one row, from the tensor of a list that holds it, or from the table.
 
     ``lists_ptr`` holds numbers of 64 bits: of each tensor its first row in the whole, its address, the bytes from row
-    to row and which of up to four dtypes; then of each range first row, last row and first row in the whole.
-    ``first_ptr`` to ``fourth_ptr`` are read for their types alone.
+    to row and which of up to four dtypes; then of each range the tensor that its first row is of; then the index of
+    ranges. ``first_ptr`` to ``fourth_ptr`` are read for their types alone.
     """
     row, part, columns = _columns(PARTS, BLOCK)
     token, nearest = _text(ids_ptr, row, vocab)
     text_ptr = table_ptr + nearest * table_stride
     dst_ptr = out_ptr + row * out_stride
-    range_ptr = lists_ptr + parts * 4
-    range_ptr += _range_of(range_ptr, row, count, 3) * 3
+    ranges_ptr = lists_ptr + parts * 4 + count
+    hint = tl.load(ranges_ptr + count * 3 + row // STRIDE)
+    which = _last_begun(ranges_ptr, hint, row, 3)
+    range_ptr = ranges_ptr + which * 3
     begin = tl.load(range_ptr)
     covered = (row >= begin) & (row <= tl.load(range_ptr + 1))
     source = tl.load(range_ptr + 2) + (row - begin)
-    part_ptr = lists_ptr + _range_of(lists_ptr, source, parts, 4) * 4
+    owner = tl.load(lists_ptr + parts * 4 + which)
+    part_ptr = lists_ptr + _last_begun(lists_ptr, owner, source, 4) * 4
     address = tl.load(part_ptr + 1) + (source - tl.load(part_ptr)) * tl.load(part_ptr + 2)
     uncovered = (covered == 0) & (vocab > 0)
     if KINDS == 1:
         cover_ptr = tl.multiple_of(address.to(first_ptr.dtype), ALIGNMENT)
-        _put_chosen(covered, uncovered, cover_ptr, text_ptr, dst_ptr, columns, WIDTH, BLOCK, EVICT)
+        _put_chosen(covered, uncovered, cover_ptr, text_ptr, dst_ptr, columns, WIDTH, BLOCK)
     else:
         inside = columns < WIDTH
         kind = tl.load(part_ptr + 3)
         if covered == 0:
             values = tl.load(text_ptr + columns, mask=inside & uncovered, other=0)
-            _put(dst_ptr, values, columns, WIDTH, BLOCK, EVICT)
+            _put(dst_ptr, values, columns, WIDTH, BLOCK)
         elif kind == 0:
-            _put_from(dst_ptr, address, first_ptr, columns, inside, WIDTH, BLOCK, EVICT, ALIGNMENT)
+            _put_from(dst_ptr, address, first_ptr, columns, inside, WIDTH, BLOCK, ALIGNMENT)
         elif kind == 1:
-            _put_from(dst_ptr, address, second_ptr, columns, inside, WIDTH, BLOCK, EVICT, ALIGNMENT)
+            _put_from(dst_ptr, address, second_ptr, columns, inside, WIDTH, BLOCK, ALIGNMENT)
         elif kind == 2:
-            _put_from(dst_ptr, address, third_ptr, columns, inside, WIDTH, BLOCK, EVICT, ALIGNMENT)
+            _put_from(dst_ptr, address, third_ptr, columns, inside, WIDTH, BLOCK, ALIGNMENT)
         else:
-            _put_from(dst_ptr, address, fourth_ptr, columns, inside, WIDTH, BLOCK, EVICT, ALIGNMENT)
+            _put_from(dst_ptr, address, fourth_ptr, columns, inside, WIDTH, BLOCK, ALIGNMENT)
     if part == 0:
         if covered == 0:
             _record_id(flag_ptr, row, token, vocab, STRICT, ID_FAULT)
@@ -308,7 +302,6 @@ def merge_kernel(
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     PARTS: tl.constexpr,
-    EVICT: tl.constexpr,
     FAULT: tl.constexpr,
 ):
     """A piece of one row, from the features or from embeds; the last row compares the counts."""
@@ -325,7 +318,6 @@ def merge_kernel(
         columns,
         WIDTH,
         BLOCK,
-        EVICT,
     )
     if part == 0:
         if row == num_rows - 1:
@@ -347,7 +339,6 @@ def deepstack_kernel(
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     PARTS: tl.constexpr,
-    EVICT: tl.constexpr,
     IN_PLACE: tl.constexpr,
     FAULT: tl.constexpr,
 ):
@@ -365,7 +356,7 @@ def deepstack_kernel(
     if IN_PLACE:
         tl.store(dst_ptr + columns, base + extra, mask=inside)
     else:
-        _put(dst_ptr, tl.where(covered, base + extra, base), columns, WIDTH, BLOCK, EVICT)
+        _put(dst_ptr, tl.where(covered, base + extra, base), columns, WIDTH, BLOCK)
     if part == 0:
         if (covered == 0) & (source != -1):
             record(flag_ptr, FAULT, row, source)

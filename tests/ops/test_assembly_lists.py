@@ -82,18 +82,32 @@ def test_what_the_kernel_reads_of_a_list():
     row_map = ops.RowMap.from_ranges(30, [0, 9], [4, 11], [2, 0], pool_rows=12)
     parts = gathering.checked_parts("test", torch.zeros(1, 4), tensors, row_map)
     assert parts.rows == [2, 0, 3, 7]
-    lists, alignment, kept = gathering._lists(parts, row_map)
-    table = lists[:16].reshape(4, 4)
-    assert table[:, 0].tolist() == [0, 2, 2, 5]
-    assert table[:, 1].tolist() == [one.data_ptr() for one in kept]
+    index = row_map.index()
+    assert index.tolist() == [0, 4, 2, 9, 11, 0, *[UNUSED] * 3, 0]
+    lists, alignment, kept = gathering._lists(parts, index, 3)
+    table = lists[:20].reshape(5, 4)
+    assert table[:4, 0].tolist() == [0, 2, 2, 5]
+    assert table[4, 0] > 2**61
+    assert table[:4, 1].tolist() == [one.data_ptr() for one in kept]
     assert table[[0, 2, 3], 2].tolist() == [32, 32, 32]
-    assert table[:, 3].tolist() == [0, 0, 1, 0]
-    assert lists[16:].tolist() == [0, 4, 2, 9, 11, 0]
+    assert table[:4, 3].tolist() == [0, 0, 1, 0]
+    assert lists[20:22].tolist() == [2, 0]
+    assert lists[23:].tolist() == index.tolist()
     assert torch.equal(kept[2], tensors[2])
     assert kept[2].is_contiguous()
     assert alignment == 8
     even = gathering.checked_parts("test", torch.zeros(1, 8), [whole[:4], whole[4:]], row_map=MAP)
-    assert gathering._lists(even, MAP)[1] == 16
+    assert gathering._lists(even, MAP.index(), 2)[1] == 16
+
+
+@pytest.mark.parametrize("rows", [1, 63, 64, 65, 300])
+def test_the_index_names_a_range_from_which_the_rows_is_found_forwards(rows):
+    starts = np.arange(0, rows, 7)
+    row_map = ops.RowMap.from_ranges(rows, starts, np.minimum(starts + 2, rows - 1), starts * 0, pool_rows=3)
+    index, count = row_map.index(), len(starts)
+    assert index[3 * count : 3 * count + 3].tolist() == [UNUSED] * 3
+    hints = index[3 * count + 3 :].tolist()
+    assert hints == [int((starts <= row).sum()) - 1 for row in range(0, rows, 64)]
 
 
 @settings(max_examples=200)
