@@ -75,8 +75,7 @@ class CallTotals:
             self._sums["aliases"] += call.aliases
             self._sums["failures_isolated"] += isolated
             self._sums["calls"] += calls
-            if calls:
-                self._sums["ranges"] += call.ranges
+            self._sums["ranges"] += call.ranges
 
     def reading(self, features: FeatureCounts, waits: int) -> EmbedCounters:
         """Give the sums as they are, beside what is counted elsewhere.

@@ -212,6 +212,19 @@ def test_an_encoded_twin_that_is_cut_off_helps_nobody() -> None:
     assert result.cuts == {}
 
 
+def test_a_cached_item_does_not_cut_off_an_encoded_twin() -> None:
+    wanted, encoded = (
+        simple_item([(0, 3)], hash=1),
+        simple_item([(5, 8)], hash=1, encoded=torch.zeros(4, HIDDEN)),
+    )
+    held = simple_item([(0, 3)], variant=2)
+    ctx = MultimodalForwardContext(
+        [MultimodalInputs([wanted]), MultimodalInputs([held, encoded])], [0, 0], [4, 9]
+    )
+    result = fit_to_budget(ctx, 13, encode_tokens=0, cached=lambda item: item is held)
+    assert (result.items, result.cuts) == ((), {})
+
+
 def test_lengths_may_be_a_tensor_and_wrong_ones_are_the_plan_s_errors() -> None:
     _, ctx = three(4, 6, 3)
     tensors = dataclasses.replace(ctx, extend_seq_lens=torch.tensor([7, 9, 6]))

@@ -484,6 +484,78 @@ def test_a_thread_may_prefetch_while_another_encodes() -> None:
     assert list(embedder._features._early) == []
 
 
+class Slow(Handle):
+    """Its reading takes until it may go on."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        super().__init__(tensor)
+        self.reading, self.go_on = threading.Event(), threading.Event()
+
+    def consume(self) -> torch.Tensor:
+        self.reading.set()
+        assert self.go_on.wait(60)
+        return super().consume()
+
+
+@pytest.mark.parametrize("what", ["load", "drop"])
+def test_a_handle_that_a_prefetch_is_reading_is_left_to_it(what: str) -> None:
+    embedder = simulated(World(0))
+    handle = Slow(rows(1))
+    item = image(handle)
+    reading = threading.Thread(target=lambda: embedder.prefetch(batch([item]), device=DEVICE), daemon=True)
+    reading.start()
+    assert handle.reading.wait(60)
+    if what == "drop":
+        item.encoded = torch.zeros(2, HIDDEN)
+    given: list[object] = []
+    other = threading.Thread(target=lambda: given.append(getattr(embedder._features, what)(item)), daemon=True)
+    other.start()
+    other.join(0.1)
+    assert given == []
+    handle.go_on.set()
+    reading.join(60)
+    other.join(60)
+    assert handle.consumed == 1
+    if what == "load":
+        assert given == [None]
+        assert torch.equal(item.feature, rows(1))
+    else:
+        assert given == [(True, [handle])]
+        assert item.feature is None
+
+
+def test_what_a_prefetch_reads_in_inference_mode_still_tells_of_changes() -> None:
+    world = World(0)
+    embedder, reader = simulated(world), Reader(world)
+    item = image(rows(1).numpy().copy())
+    with torch.inference_mode():
+        assert embedder.prefetch(batch([item]), device=DEVICE) == 1
+        item.feature.add_(1)
+    reader.expect(item, rows(1) + 1)
+    encode(embedder, [item], reader)
+    world.drain()
+    assert world.wrong == []
+
+
+def test_an_item_that_another_plan_has_encoded_is_passed_over_with_its_twins() -> None:
+    embedder = simulated(World(0))
+    items = [image(rows(1), hash=1), image(rows(1), hash=1)]
+    plan = embedder.plan(batch(items), 8)
+    items[0].encoded = torch.zeros(2, HIDDEN)
+    assert embedder.prefetch(plan, device=DEVICE) == 0
+
+
+def test_copies_on_one_device_do_not_serve_another() -> None:
+    world = World(0)
+    embedder, reader = simulated(world), Reader(world)
+    item = image(rows(1))
+    reader.expect(item, rows(1))
+    assert embedder.prefetch(batch([item]), device=torch.device("cuda", 1)) == 1
+    encode(embedder, [item], reader)
+    counts = embedder.counters()
+    assert (counts.prefetch_hits, counts.prefetch_misses, counts.prefetch_dropped) == (0, 1, 1)
+
+
 def test_a_negative_bound_is_refused() -> None:
     with pytest.raises(OptionError, match="prefetch_bytes must not be negative, got -1"):
         MultimodalEmbedder(prefetch_bytes=-1)
