@@ -541,7 +541,7 @@ def test_an_item_that_another_plan_has_encoded_is_passed_over_with_its_twins() -
     embedder = simulated(World(0))
     items = [image(rows(1), hash=1), image(rows(1), hash=1)]
     plan = embedder.plan(batch(items), 8)
-    items[0].encoded = torch.zeros(2, HIDDEN)
+    items[0].encoded, items[0].feature = torch.zeros(2, HIDDEN), None
     assert embedder.prefetch(plan, device=DEVICE) == 0
 
 
