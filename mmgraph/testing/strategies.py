@@ -70,10 +70,13 @@ def ranges(
 
     found: list[SourceRange] = []
     first = 0
-    for _ in range(draw(seldom_least(0, max_ranges)) if usable else 0):
+    count = draw(seldom_least(0, max_ranges)) if usable else 0
+    if overlapping and count > 0:
+        count = min(count + 1, max_ranges)  # one alone overlaps nothing
+    for _ in range(count):
         if first >= rows:
             break
-        start = draw(often_least(first, rows - 1))
+        start = draw(st.integers(0, rows - 1) if overlapping else often_least(first, rows - 1))
         source = draw(picks(*usable))
         src_start = draw(often_least(0, sources[source] - 1))
         length = draw(often_most(1, min(rows - start, sources[source] - src_start)))
