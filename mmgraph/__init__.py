@@ -9,6 +9,11 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from mmgraph.assembling import PreparedBatch as PreparedBatch
+    from mmgraph.budget import BudgetedBatch as BudgetedBatch
+    from mmgraph.budget import fit_to_budget as fit_to_budget
+    from mmgraph.budget import limit_plan as limit_plan
+    from mmgraph.counters import EmbedCounters as EmbedCounters
     from mmgraph.embedder import DeepstackRows as DeepstackRows
     from mmgraph.embedder import EmbedResult as EmbedResult
     from mmgraph.embedder import EncoderSpec as EncoderSpec
@@ -34,6 +39,11 @@ _HOMES = {
     "DeepstackRows": "mmgraph.embedder",
     "EmbedResult": "mmgraph.embedder",
     "EncoderSpec": "mmgraph.embedder",
+    "PreparedBatch": "mmgraph.assembling",
+    "BudgetedBatch": "mmgraph.budget",
+    "EmbedCounters": "mmgraph.counters",
+    "fit_to_budget": "mmgraph.budget",
+    "limit_plan": "mmgraph.budget",
     "MultimodalEmbedder": "mmgraph.embedder",
     "VisionEmbedder": "mmgraph.embedder",
     "MultimodalError": "mmgraph.errors",

@@ -1,26 +1,27 @@
-"""From a plan and the rows on its items to the language model's input embeddings.
+"""From a plan and the rows that are kept to the language model's input embeddings.
 
 Promises: the result equals looking up the text rows and then copying each range's rows, cast to the embedding's
-dtype, bit for bit.
+dtype, bit for bit. Rows are read where they lie; only deepstack rows that lie on items are joined, for the sparse form.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from mmgraph.encoder_spec import EncoderSpec, deepstack_levels
-from mmgraph.errors import RowsError
-from mmgraph.items import MultimodalDataItem
+from mmgraph.keeping import Keeper, Layout
 from mmgraph.modality import Modality
 from mmgraph.ops import RowMap, assemble_embeddings
 from mmgraph.planning import EncodePlan
-from mmgraph.rows import check_rows
 from mmgraph.staging import FeatureMover
 from mmgraph.text_rows import TextRows
+
+
+def _nothing() -> None:
+    pass
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,14 +30,69 @@ class DeepstackRows:
     level)``.
 
     Attributes:
-        pool: ``[rows, levels * hidden]``, in the encoder's dtype.
+        pool: ``[rows, levels * hidden]``, in the encoder's or the pool's dtype. Columns of an `EncoderPool` where there
+            is one: not to be written to.
         row_map: int32 ``[tokens]``: the pool's row for each row of the batch, -1 for none.
         levels: How many levels a pool row holds.
+        release: Ends the hold on the rows in an `EncoderPool`; call it once what reads them is launched. A record that
+            is lost ends it too, a little later.
     """
 
     pool: torch.Tensor
     row_map: torch.Tensor
     levels: int
+    release: Callable[[], None] = field(default=_nothing, repr=False, compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class BatchLayouts:
+    """Where a batch's rows lie.
+
+    Attributes:
+        main: The main rows, of all ranges.
+        deep: The deepstack rows, of the ranges whose modality has any; None where there is none.
+        levels: Deepstack levels; 0 where there is none.
+    """
+
+    main: Layout
+    deep: Layout | None
+    levels: int
+
+
+def lay_out(
+    plan: EncodePlan,
+    num_rows: int,
+    width: int,
+    specs: Mapping[Modality, EncoderSpec],
+    model: Any,
+    keeper: Keeper,
+    device: torch.device,
+    mover: FeatureMover,
+) -> BatchLayouts:
+    """Say where the rows of a plan lie.
+
+    Args:
+        plan: A plan that has ranges and whose items' rows are all there.
+        num_rows: Rows of the batch.
+        width: The text embedding's width.
+        specs: The encoders; they say which modalities have deepstack rows.
+        model: Says how many levels deepstack has.
+        keeper: Has the rows.
+        device: Where they must be.
+        mover: Brings rows that are elsewhere.
+    """
+    deep_modalities = {modality for modality, spec in specs.items() if spec.deepstack}
+    is_deep = np.array(
+        [entry.item.modality in deep_modalities for entry in plan.scatter_ranges], dtype=np.bool_
+    )
+    main = keeper.layout(plan, np.ones_like(is_deep), num_rows, (0, width), device, mover)
+    if not is_deep.any():
+        return BatchLayouts(main, None, 0)
+    levels = deepstack_levels(model)
+    columns = width, width * (1 + levels)
+    known = main.row_map if is_deep.all() else None
+    deep = keeper.layout(plan, is_deep, num_rows, columns, device, mover, known)
+    return BatchLayouts(main, deep, levels)
 
 
 def assemble(
@@ -44,6 +100,7 @@ def assemble(
     text: TextRows,
     specs: Mapping[Modality, EncoderSpec],
     model: Any,
+    keeper: Keeper,
     mover: FeatureMover,
     *,
     checked: bool = False,
@@ -55,6 +112,7 @@ def assemble(
         text: The look-up of the text rows.
         specs: The encoders; they say which modalities have deepstack rows, and in which form.
         model: Says how many levels deepstack has.
+        keeper: Has the rows. It is released, or is when ``deepstack_rows`` are.
         mover: Brings rows that are kept on another device.
         checked: The items' rows were checked against the embedding's width already.
 
@@ -66,65 +124,49 @@ def assemble(
         RowsError: An item isn't encoded, or its rows don't fit it or the embedding.
         LookupInputError: The embedding doesn't give one row for each id.
     """
-    deep_modalities = {modality for modality, spec in specs.items() if spec.deepstack}
-    is_deep = np.array(
-        [entry.item.modality in deep_modalities for entry in plan.scatter_ranges], dtype=np.bool_
-    )
-    levels = deepstack_levels(model) if is_deep.any() else 0
     ids, table = text.source(plan)
+    width = table.shape[-1]
     for item in () if checked else plan.items:
-        try:
-            check_rows(item, table.shape[-1], levels if item.modality in deep_modalities else 0)
-        except RowsError as error:
-            request = plan.request_of(item)
-            raise RowsError(f"request {request}: {error}", request=request) from error
-    used, row_map = _layout(plan, np.ones_like(is_deep), ids)
-    pool = _gathered(used, "encoded", ids.device, mover)
-    embeds = assemble_embeddings(ids, table, pool, row_map, strict=text.strict and text.table is not None)
-    if not levels:
+        spec = specs.get(item.modality)
+        levels = deepstack_levels(model) if spec is not None and spec.deepstack else 0
+        keeper.check(plan, item, width, levels)
+    layouts = lay_out(plan, ids.shape[0], width, specs, model, keeper, ids.device, mover)
+    main, deep = layouts.main, layouts.deep
+    strict = text.strict and text.table is not None
+    embeds = assemble_embeddings(ids, table, main.parts, main.row_map, strict=strict)
+    if deep is None:
+        keeper.release()
         return embeds, {}
-    used, deep_map = (used, row_map) if is_deep.all() else _layout(plan, is_deep, ids)
-    deep_pool = _gathered(used, "encoded_deepstack", ids.device, mover)
     if any(spec.deepstack and spec.deepstack_form == "sparse" for spec in specs.values()):
-        return embeds, {"deepstack_rows": DeepstackRows(deep_pool, deep_map, levels)}
-    zeros = embeds.new_zeros(1, deep_pool.shape[1])
-    dense = assemble_embeddings(torch.zeros_like(ids), zeros, deep_pool, deep_map)
+        pool = deep.parts[0] if len(deep.parts) == 1 else torch.cat(deep.parts)
+        rows = DeepstackRows(pool, deep.row_map.to(ids.device), layouts.levels, keeper.release)
+        return embeds, {"deepstack_rows": rows}
+    zeros = embeds.new_zeros(1, layouts.levels * width)
+    dense = assemble_embeddings(torch.zeros_like(ids), zeros, deep.parts, deep.row_map)
+    keeper.release()
     return embeds, {"input_deepstack_embeds": dense}
 
 
-def _layout(
-    plan: EncodePlan, chosen: npt.NDArray[np.bool_], ids: torch.Tensor
-) -> tuple[dict[MultimodalDataItem, tuple[int, int]], torch.Tensor]:
-    """Choose the rows of a pool for some ranges.
+@dataclass(frozen=True, slots=True)
+class PreparedBatch:
+    """A batch whose rows lie in an `EncoderPool`, for a captured prefill: what its graph has to be given.
 
-    Returns:
-        For each item of the chosen ranges, in the pool's order, the first and the last of its rows that they
-        touch; and the map of the batch's rows to the pool's.
+    Held until `release`, which is called once the replay was launched; also a context manager.
+
+    Attributes:
+        row_map: For each row of the batch its row in the pool, or none.
+        deepstack_map: The same for deepstack rows; None where no range has any.
+        failed: The error of each request that was set aside, by index; its rows are covered by nothing.
+        release: Ends the hold on the rows.
     """
-    used: dict[MultimodalDataItem, tuple[int, int]] = {}
-    ranges = [entry for entry, take in zip(plan.scatter_ranges, chosen, strict=True) if take]
-    for entry in ranges:
-        low, high = used.get(entry.item, (entry.item_src_start, entry.item_src_end))
-        used[entry.item] = min(low, entry.item_src_start), max(high, entry.item_src_end)
-    places: dict[MultimodalDataItem, int] = {}
-    pool_rows = 0
-    for item, (low, high) in used.items():
-        places[item] = pool_rows - low
-        pool_rows += high - low + 1
-    sources = plan.src_start[chosen] + np.array([places[entry.item] for entry in ranges], dtype=np.int64)
-    row_map = RowMap.from_ranges(
-        ids.shape[0], plan.dst_start[chosen], plan.dst_end[chosen], sources, pool_rows=pool_rows
-    )
-    return used, row_map.to(ids.device)
 
+    row_map: RowMap
+    deepstack_map: RowMap | None
+    failed: dict[int, Any]
+    release: Callable[[], None] = field(repr=False, compare=False)
 
-def _gathered(
-    used: Mapping[MultimodalDataItem, tuple[int, int]], name: str, device: torch.device, mover: FeatureMover
-) -> torch.Tensor:
-    """Join the items' rows that are used into one pool."""
-    parts: list[torch.Tensor] = []
-    for item, (low, high) in used.items():
-        rows = getattr(item, name)
-        parts.append(rows if high - low + 1 == rows.shape[0] else rows[low : high + 1])
-    moved = mover.move(parts, device)
-    return moved[0] if len(moved) == 1 else torch.cat(moved)
+    def __enter__(self) -> "PreparedBatch":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import torch
 
-from mmgraph.assembling import DeepstackRows, assemble
+from mmgraph.assembling import DeepstackRows, PreparedBatch, assemble, lay_out
 from mmgraph.counters import CallTotals, EmbedCounters
 from mmgraph.embed_result import EmbedResult
 from mmgraph.embedding_phases import encode_plan
@@ -21,8 +21,11 @@ from mmgraph.errors import MultimodalError, OptionError
 from mmgraph.inputs import MultimodalForwardContext
 from mmgraph.isolation import blanked, outside_errors, plan_without_failures
 from mmgraph.planning import EncodePlan, build_plan
+from mmgraph.pool import EncoderPool
 from mmgraph.prefetch import Prefetcher
 from mmgraph.ranges import RangeKind, checked_kind
+from mmgraph.row_cache import RowCache
+from mmgraph.row_home import RowHome
 from mmgraph.staging import FeatureMover
 from mmgraph.text_rows import TextEmbedding, TextRows, check_input_ids
 from mmgraph.timing import EmbedTiming, PhaseRecorder
@@ -46,6 +49,9 @@ class MultimodalEmbedder:
             NVTX ranges; None: by ``record_function`` while torch's profiler is on.
         pinned_bytes: The bound of each of the two pinned buffers that a CUDA device has, a power of two.
         prefetch_bytes: The most bytes of device memory that `prefetch` fills ahead.
+        pool: Keeps rows by modality and hash across requests and chunks, in place of the items: an `EncoderPool`, on
+            the device of ``input_ids``, or a `RowCache`. One for each model.
+        keep_features: Items whose rows are in a pool keep their features, to be encoded again once they are evicted.
 
     Raises:
         OptionError: One of these is none of its choices.
@@ -62,6 +68,8 @@ class MultimodalEmbedder:
         ranges: RangeKind | None = None,
         pinned_bytes: int = 64 << 20,
         prefetch_bytes: int = 1 << 30,
+        pool: EncoderPool | RowCache | None = None,
+        keep_features: bool = False,
     ) -> None:
         self.strict = strict
         self.timing = timing
@@ -70,9 +78,12 @@ class MultimodalEmbedder:
             "ranges": checked_kind(ranges),
             "pinned_bytes": pinned_bytes,
             "prefetch_bytes": prefetch_bytes,
+            "pool": pool,
+            "keep_features": keep_features,
         }
         self._ranges = ranges
         self._mover = FeatureMover(buffer_bytes=pinned_bytes)
+        self._home = RowHome(pool, keep_features, self._mover)
         self._features = Prefetcher(self._mover, prefetch_bytes)
         self._totals = CallTotals()
         self._encoding = threading.RLock()  # an encoder may call the embedder
@@ -158,6 +169,8 @@ class MultimodalEmbedder:
         recorder = self._recorder(input_ids.device)
         isolate = on_error == "isolate"
         failed: dict[int, MultimodalError] = {}
+        keeper = self._home.keeper()
+        keeping = False
         try:
             with recorder.phase("plan"):
                 plan = plan_without_failures(ctx, input_ids.shape[0], failed if isolate else None)
@@ -179,7 +192,15 @@ class MultimodalEmbedder:
             device = input_ids.device
             with self._encoding:
                 failures = encode_plan(
-                    plan, specs, multimodal_model, width, device, self._features, recorder, isolate=isolate
+                    plan,
+                    specs,
+                    multimodal_model,
+                    width,
+                    device,
+                    self._features,
+                    keeper,
+                    recorder,
+                    isolate=isolate,
                 )
             if failures:
                 for item, error in failures.items():
@@ -189,10 +210,16 @@ class MultimodalEmbedder:
                     return EmbedResult(None, {}, failed)
                 text = self._text_rows(blanked(input_ids, ctx, failed), text_embedding)
             with recorder.phase("assemble"):
-                embeds, kwargs = assemble(plan, text, specs, multimodal_model, self._mover, checked=True)
+                self._home.settled(plan, keeper)
+                embeds, kwargs = assemble(
+                    plan, text, specs, multimodal_model, keeper, self._mover, checked=True
+                )
+            keeping = True
             _count_plan(recorder, plan)
             return EmbedResult(embeds, kwargs, failed)
         finally:
+            if not keeping:
+                keeper.release()
             self._totals.add(self._keep_timing(recorder), calls=1, isolated=len(failed))
 
     def plan(self, ctx: MultimodalForwardContext, num_tokens: int) -> EncodePlan:
@@ -211,6 +238,7 @@ class MultimodalEmbedder:
         recorder = self._recorder(torch.device("cpu"))
         with recorder.phase("plan"):
             plan = build_plan(ctx, num_tokens)
+            self._home.keeper_of(plan).find(plan)
         _count_plan(recorder, plan)
         self._keep_timing(recorder)
         return plan
@@ -231,19 +259,29 @@ class MultimodalEmbedder:
             encoders: As in `apply`.
             multimodal_model: As in `apply`.
             device: Where features go, unless an encoder's spec says otherwise.
-            width: The text embedding's width; None leaves that check to `assemble`.
+            width: The text embedding's width; None leaves that check to `assemble`, where rows are not in a pool.
 
         Raises:
             MultimodalError: An encoder or a feature is missing, or an encoder failed. Items are encoded or as
                 before.
         """
         target = torch.device(device)
+        if width is None and self._home.store is not None:
+            raise OptionError("encode needs the text embedding's width where rows are kept in a pool")
         recorder = self._recorder(target)
         try:
             specs = settled_specs(encoders)
             with self._encoding:
                 encode_plan(
-                    plan, specs, multimodal_model, width, target, self._features, recorder, isolate=False
+                    plan,
+                    specs,
+                    multimodal_model,
+                    width,
+                    target,
+                    self._features,
+                    self._home.keeper_of(plan),
+                    recorder,
+                    isolate=False,
                 )
         finally:
             self._totals.add(self._keep_timing(recorder))
@@ -280,11 +318,87 @@ class MultimodalEmbedder:
                 text = self._text_rows(input_ids, text_embedding)
                 for error in outside_errors(text, plan, None):
                     raise error
-                result = assemble(plan, text, settled_specs(encoders), multimodal_model, self._mover)
+                keeper = self._home.keeper_of(plan)
+                keeper.find(plan)
+                specs = settled_specs(encoders)
+                result = assemble(plan, text, specs, multimodal_model, keeper, self._mover)
+                self._home.forget(plan)
             _count_plan(recorder, plan)
         finally:
             self._totals.add(self._keep_timing(recorder), calls=1)
         return result
+
+    def prepare(
+        self,
+        ctx: MultimodalForwardContext,
+        num_tokens: int,
+        encoders: Encoders | None,
+        multimodal_model: Any = None,
+        *,
+        width: int,
+        on_error: Literal["raise", "isolate"] = "raise",
+    ) -> PreparedBatch:
+        """Plan and encode a batch whose embeddings are assembled elsewhere: inside a captured prefill.
+
+        Its graph reads the pool, ids and a map, or its ranges, which are copied to the graph's inputs before each
+        replay; see ``mmgraph.ops.expand_ranges``, ``assemble_embeddings`` and ``deepstack_add``.
+
+        Args:
+            ctx: The batch.
+            num_tokens: Rows of ``input_ids``.
+            encoders: As in `apply`.
+            multimodal_model: As in `apply`.
+            width: The text embedding's width.
+            on_error: As in `apply_result`.
+
+        Returns:
+            The maps, to be released once the replay was launched. They cover nothing where no item is touched.
+
+        Raises:
+            MultimodalError: As in `apply`; the embedder has no `EncoderPool`.
+        """
+        pool = self._home.store
+        if not isinstance(pool, EncoderPool):
+            raise OptionError("prepare needs an EncoderPool: write MultimodalEmbedder(pool=EncoderPool(...))")
+        if on_error not in ("raise", "isolate"):
+            raise OptionError(f"on_error must be 'raise' or 'isolate', got {on_error!r}")
+        recorder = self._recorder(pool.device)
+        failed: dict[int, MultimodalError] = {}
+        isolate = on_error == "isolate"
+        keeper = self._home.keeper()
+        prepared: PreparedBatch | None = None
+        try:
+            with recorder.phase("plan"):
+                plan = plan_without_failures(ctx, num_tokens, failed if isolate else None)
+            specs = settled_specs(encoders)
+            with self._encoding:
+                failures = encode_plan(
+                    plan,
+                    specs,
+                    multimodal_model,
+                    width,
+                    pool.device,
+                    self._features,
+                    keeper,
+                    recorder,
+                    isolate=isolate,
+                )
+            for item, error in failures.items():
+                failed.update(dict.fromkeys(plan.requests_of(item), error))
+            plan = plan.without_requests(failed) if failed else plan
+            with recorder.phase("assemble"):
+                self._home.settled(plan, keeper)
+                layouts = lay_out(
+                    plan, num_tokens, width, specs, multimodal_model, keeper, pool.device, self._mover
+                )
+            _count_plan(recorder, plan)
+            deep_map = None if layouts.deep is None else layouts.deep.row_map
+            prepared = PreparedBatch(layouts.main.row_map, deep_map, failed, keeper.release)
+            return prepared
+        finally:
+            if prepared is None:
+                keeper.release()
+            self._totals.add(self._keep_timing(recorder), calls=1, isolated=len(failed))
 
     def prefetch(
         self,

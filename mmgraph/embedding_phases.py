@@ -10,14 +10,14 @@ from typing import Any
 
 import torch
 
-from mmgraph.encoder_spec import EncoderSpec, deepstack_levels
+from mmgraph.encoder_spec import EncoderSpec
 from mmgraph.encoding import ModalityEncoder, find_problems
-from mmgraph.errors import MultimodalError, RowsError
+from mmgraph.errors import MultimodalError
 from mmgraph.items import FeatureHandle, MultimodalDataItem
+from mmgraph.keeping import Keeper
 from mmgraph.modality import Modality
 from mmgraph.planning import EncodePlan
 from mmgraph.prefetch import Prefetcher
-from mmgraph.rows import check_rows
 from mmgraph.staging import settled
 from mmgraph.timing import PhaseRecorder
 
@@ -31,6 +31,7 @@ def encode_plan(
     width: int | None,
     device: torch.device,
     features: Prefetcher,
+    keeper: Keeper,
     recorder: PhaseRecorder,
     *,
     isolate: bool,
@@ -44,6 +45,7 @@ def encode_plan(
         width: The text embedding's width, where known.
         device: Where features go, unless a spec says otherwise.
         features: Reads them and brings them there.
+        keeper: Finds and keeps rows.
         recorder: Is told of times and counts.
         isolate: Set failing items aside; where an encoder fails on a batch, call it again for each item, to find which.
 
@@ -53,14 +55,19 @@ def encode_plan(
     Raises:
         MultimodalError: Without ``isolate``, the first failure. What was encoded before it is kept and shared.
     """
-    _adopt(plan, specs, model, width)
-    failures = find_problems(plan, specs, model, width)
+    failures = keeper.open(plan, specs, model, width)
+    failures |= find_problems(plan, specs, model, keeper)
     _raise_unless(isolate, failures)
-    recorder.count_misses({modality: len(items) for modality, items in plan.misses_by_modality.items()})
+    wanted = {
+        modality: [item for item in missing if not keeper.has(item) and item not in failures]
+        for modality, missing in plan.misses_by_modality.items()
+    }
+    failures |= keeper.reserve(plan, [item for items in wanted.values() for item in items], isolate=isolate)
+    recorder.count_misses({modality: len(items) for modality, items in wanted.items() if items})
     consumed: list[tuple[MultimodalDataItem, FeatureHandle]] = []
     try:
-        for modality, missing in plan.misses_by_modality.items():
-            items = [item for item in missing if item.encoded is None and item not in failures]
+        for modality, missing in wanted.items():
+            items = [item for item in missing if item not in failures]
             if not items:
                 continue
             encoder = ModalityEncoder(
@@ -71,6 +78,7 @@ def encode_plan(
                 width=width,
                 device=settled(device),
                 features=features,
+                keeper=keeper,
                 recorder=recorder,
             )
             with recorder.phase("move"):
@@ -81,25 +89,10 @@ def encode_plan(
             failures |= _encode_items(encoder, [item for item in items if item not in unread], isolate=isolate)
     finally:
         with recorder.phase("share"):
-            _share(plan, recorder)
+            recorder.count(aliases=keeper.share(plan))
         with recorder.phase("cleanup"):
-            _clean_up(plan, consumed, features, recorder)
+            _clean_up(plan, consumed, features, keeper, recorder)
     return failures
-
-
-def _adopt(plan: EncodePlan, specs: Mapping[Modality, EncoderSpec], model: Any, width: int | None) -> None:
-    """Give canonical items the good rows of twins that another plan has encoded since this one was made."""
-    for item, twins in plan.aliases_by_canonical.items():
-        for twin in twins if item.encoded is None else ():
-            if twin.encoded is None:
-                continue
-            spec = specs.get(item.modality)
-            try:
-                check_rows(twin, width, deepstack_levels(model) if spec is not None and spec.deepstack else 0)
-            except RowsError:
-                continue  # of no use to the item, and the twin is not what is encoded
-            item.encoded, item.encoded_deepstack = twin.encoded, twin.encoded_deepstack
-            break
 
 
 def _raise_unless(isolate: bool, failures: dict[MultimodalDataItem, MultimodalError]) -> None:
@@ -127,26 +120,21 @@ def _encode_items(
     return failures
 
 
-def _share(plan: EncodePlan, recorder: PhaseRecorder) -> None:
-    for canonical, twins in plan.aliases_by_canonical.items():
-        if canonical.encoded is not None:
-            for twin in twins:
-                twin.encoded, twin.encoded_deepstack = canonical.encoded, canonical.encoded_deepstack
-            recorder.count(aliases=len(twins))
-
-
 def _clean_up(
     plan: EncodePlan,
     consumed: list[tuple[MultimodalDataItem, FeatureHandle]],
     features: Prefetcher,
+    keeper: Keeper,
     recorder: PhaseRecorder,
 ) -> None:
     """Drop the features of encoded items and give up their handles; items that failed keep theirs."""
-    used_up = [handle for item, handle in consumed if item.encoded is not None]
-    for item in plan.items:
-        for finished in (item, *plan.aliases_by_canonical.get(item, ())):
-            if finished.encoded is None or finished.feature is None:
+    canonical = {twin: item for item, twins in plan.aliases_by_canonical.items() for twin in twins}
+    used_up = [handle for item, handle in consumed if keeper.has(canonical.get(item, item))]
+    for item in plan.items if not keeper.keeps_features else ():
+        for finished in (item, *plan.aliases_by_canonical.get(item, ())) if keeper.has(item) else ():
+            if finished.feature is None:
                 continue
+            keeper.dropped(finished)
             raw, handles = features.drop(finished)
             used_up += handles
             recorder.count(features_released=int(raw))

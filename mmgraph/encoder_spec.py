@@ -10,10 +10,9 @@ from typing import Any, Literal
 import torch
 
 from mmgraph.errors import EncoderSpecError
-from mmgraph.items import MultimodalDataItem
 from mmgraph.modality import Modality
 
-EncoderFn = Callable[[list[MultimodalDataItem]], Any]
+EncoderFn = Callable[..., Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,13 +21,17 @@ class EncoderSpec:
 
     Attributes:
         fn: Takes the items, whose features are on the device, and returns their rows ``[rows, width]``, in
-            order; other leading shapes are flattened, and a list of tensors is joined.
+            order; other leading shapes are flattened, and a list of tensors is joined. As many tensors, or matrices of
+            one tensor, as there are items are counted item by item.
         deepstack: The rows hold deepstack rows too, which the model's ``separate_deepstack_embeds`` takes
             apart.
         deepstack_form: What the language model takes: "dense", a tensor with zeros at text rows, or "sparse",
             the rows and a map for ``mmgraph.ops.deepstack_add``.
         needs_feature: Whether an item without a feature is an error.
         device: Where the features go; None: where ``input_ids`` are.
+        takes_out: ``fn`` takes a keyword ``out`` too: memory of an `EncoderPool` ``[rows, width]``, in the pool's
+            dtype, that it may write the rows to and return, to spare the copy; or None, where the rows found no room in
+            one piece. Not with deepstack.
 
     Raises:
         EncoderSpecError: ``fn`` can't be called, or an unknown form.
@@ -39,12 +42,17 @@ class EncoderSpec:
     deepstack_form: Literal["dense", "sparse"] = "dense"
     needs_feature: bool = True
     device: torch.device | str | None = None
+    takes_out: bool = False
 
     def __post_init__(self) -> None:
         if not callable(self.fn):
             raise EncoderSpecError(f"an encoder's fn must be a function of a list of items, got {self.fn!r}")
         if self.deepstack_form not in ("dense", "sparse"):
             raise EncoderSpecError(f"deepstack_form must be 'dense' or 'sparse', got {self.deepstack_form!r}")
+        if self.takes_out and self.deepstack:
+            raise EncoderSpecError(
+                "an encoder with deepstack=True can't take out: its rows are taken apart before they are stored"
+            )
 
 
 Encoders = Mapping[Modality, EncoderSpec | EncoderFn]

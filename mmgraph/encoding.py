@@ -17,29 +17,28 @@ from mmgraph.errors import (
     EncoderOutputError,
     FeatureError,
     MissingEncoderError,
-    MissingFeatureError,
     MultimodalError,
-    RowsError,
 )
 from mmgraph.items import FeatureHandle, MultimodalDataItem, describe_item
+from mmgraph.keeping import Keeper
 from mmgraph.modality import Modality
 from mmgraph.planning import EncodePlan
 from mmgraph.prefetch import Prefetcher
-from mmgraph.rows import check_rows, cut_rows, joined_output, separated_rows
+from mmgraph.rows import joined_output, separated_rows
 from mmgraph.staging import settled
 from mmgraph.timing import PhaseRecorder
 
 
 def find_problems(
-    plan: EncodePlan, specs: Mapping[Modality, EncoderSpec], model: Any, width: int | None
+    plan: EncodePlan, specs: Mapping[Modality, EncoderSpec], model: Any, keeper: Keeper
 ) -> dict[MultimodalDataItem, MultimodalError]:
-    """Find what keeps canonical items from being encoded or used, before anything is encoded.
+    """Find what keeps canonical items from being encoded, before anything is.
 
     Args:
         plan: The plan.
         specs: The encoders.
         model: Takes deepstack rows apart.
-        width: The text embedding's width, where known.
+        keeper: Knows whose rows are there.
 
     Returns:
         The error of each item that has one.
@@ -49,11 +48,12 @@ def find_problems(
     """
     problems: dict[MultimodalDataItem, MultimodalError] = {}
     modalities = {item.modality for item in plan.items}
-    levels = deepstack_levels(model) if any(m in specs and specs[m].deepstack for m in modalities) else 0
+    if any(m in specs and specs[m].deepstack for m in modalities):
+        deepstack_levels(model)
     for modality, missing in plan.misses_by_modality.items():
         spec = specs.get(modality)
         for item in missing:
-            if item.encoded is not None:  # by another plan, since this one was made
+            if keeper.has(item):  # by another plan, since this one was made, or in a pool
                 continue
             if spec is None:
                 request = plan.request_of(item)
@@ -64,28 +64,12 @@ def find_problems(
                     request=request,
                 )
             elif spec.needs_feature and all(twin.feature is None for twin in _with_twins(plan, item)):
-                problems[item] = _no_feature(item, plan.request_of(item))
-    for item in plan.items:
-        if item.encoded is not None:
-            spec = specs.get(item.modality)
-            try:
-                check_rows(item, width, levels if spec is not None and spec.deepstack else 0)
-            except RowsError as error:
-                request = plan.request_of(item)
-                problems[item] = RowsError(f"request {request}: {error}", request=request)
+                problems[item] = keeper.no_feature(plan, item)
     return problems
 
 
 def _with_twins(plan: EncodePlan, item: MultimodalDataItem) -> tuple[MultimodalDataItem, ...]:
     return item, *plan.aliases_by_canonical.get(item, ())
-
-
-def _no_feature(item: MultimodalDataItem, request: int | None) -> MissingFeatureError:
-    return MissingFeatureError(
-        f"{describe_item(item, request=request)} has to be encoded and has no feature, nor has a twin in the batch; "
-        "give it one, or its rows as encoded, or declare EncoderSpec(needs_feature=False)",
-        request=request,
-    )
 
 
 class ModalityEncoder:
@@ -99,6 +83,7 @@ class ModalityEncoder:
         width: The text embedding's width, where known.
         device: Where features go.
         features: Reads them and brings them there.
+        keeper: Keeps the rows.
         recorder: Is told of times and counts.
     """
 
@@ -112,6 +97,7 @@ class ModalityEncoder:
         width: int | None,
         device: torch.device,
         features: Prefetcher,
+        keeper: Keeper,
         recorder: PhaseRecorder,
     ) -> None:
         self.plan = plan
@@ -121,6 +107,7 @@ class ModalityEncoder:
         self.width = width
         self.device = settled(torch.device(spec.device)) if spec.device is not None else device
         self.features = features
+        self.keeper = keeper
         self.recorder = recorder
         self.consumed: list[tuple[MultimodalDataItem, FeatureHandle]] = []
         self._sources: dict[MultimodalDataItem, MultimodalDataItem] = {}
@@ -152,7 +139,7 @@ class ModalityEncoder:
                 if handle is not None:
                     self.consumed.append((twin, handle))
                 return twin
-        raise failure if failure is not None else _no_feature(item, request)
+        raise failure if failure is not None else self.keeper.no_feature(self.plan, item)
 
     def encode(self, items: Sequence[MultimodalDataItem]) -> None:
         """Encode items in one call of the encoder and keep the rows on them.
@@ -168,7 +155,8 @@ class ModalityEncoder:
             with self.recorder.phase("move"):
                 self._move(items, sources)
             with self.recorder.phase("encode"):
-                output = self.spec.fn(list(sources))
+                out = self._out(items)
+                output = self.spec.fn(list(sources), **({"out": out} if self.spec.takes_out else {}))
                 counts = [item.num_tokens for item in items]
                 refusal = partial(self._output_error, items)
                 rows = joined_output(output, counts, refusal)
@@ -177,8 +165,7 @@ class ModalityEncoder:
                     rows, deep = separated_rows(self.model, rows, self.width, refusal)
                 elif self.width is not None and rows.shape[1] != self.width:
                     raise refusal(f"rows of width {self.width}", f"width {rows.shape[1]}")
-                parts = cut_rows(rows, counts)
-                deep_parts = [None] * len(items) if deep is None else cut_rows(deep, counts)
+                self.keeper.keep(items, rows, deep, written=out is not None and _is_same(rows, out))
         except MultimodalError:
             raise
         except Exception as error:
@@ -190,9 +177,10 @@ class ModalityEncoder:
         finally:
             for source, feature in zip(sources, kept, strict=True):
                 source.feature = feature
-        for item, part, deep_part in zip(items, parts, deep_parts, strict=True):
-            item.encoded, item.encoded_deepstack = part, deep_part
         self.recorder.count_encoder(self.modality, counts)
+
+    def _out(self, items: Sequence[MultimodalDataItem]) -> torch.Tensor | None:
+        return self.keeper.room(items, self.width) if self.spec.takes_out else None
 
     def _move(self, items: Sequence[MultimodalDataItem], sources: Sequence[MultimodalDataItem]) -> None:
         try:
@@ -225,3 +213,14 @@ class ModalityEncoder:
     def _sole_request(self, items: Sequence[MultimodalDataItem]) -> int | None:
         requests = {self.plan.request_of(item) for item in items}
         return requests.pop() if len(requests) == 1 else None
+
+
+def _is_same(rows: torch.Tensor, out: torch.Tensor) -> bool:
+    """Tell whether rows are the very memory that an encoder was given."""
+    return (rows.data_ptr(), rows.shape, rows.stride(), rows.dtype, rows.device) == (
+        out.data_ptr(),
+        out.shape,
+        out.stride(),
+        out.dtype,
+        out.device,
+    )

@@ -53,6 +53,10 @@ class MissingFeatureError(MultimodalError, ValueError):
     """An item has to be encoded and has no feature."""
 
 
+class EvictedError(MissingFeatureError):
+    """An item's rows were evicted from a pool or cache, and its feature was dropped when it was encoded."""
+
+
 class FeatureError(MultimodalError, RuntimeError):
     """A feature can't be brought to the encoder's device, or a handle can't be consumed."""
 

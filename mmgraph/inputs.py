@@ -39,12 +39,14 @@ class SpanIndex:
         ends: Last prompt position of each span.
         sources: The item's row at the span's first position.
         items: Whose span it is.
+        finals: The last prompt position of all its item's spans.
     """
 
     starts: list[int]
     ends: list[int]
     sources: list[int]
     items: list[MultimodalDataItem]
+    finals: list[int]
 
 
 class MultimodalInputs:
@@ -232,6 +234,7 @@ def _build_index(items: Sequence[MultimodalDataItem | None]) -> SpanIndex:
         ends=[entry[1] for entry in entries],
         sources=[entry[2] for entry in entries],
         items=[cast(MultimodalDataItem, items[entry[3]]) for entry in entries],
+        finals=[cast(MultimodalDataItem, items[entry[3]]).offsets[-1][1] for entry in entries],
     )
 
 

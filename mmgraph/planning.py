@@ -59,12 +59,16 @@ class EncodePlan:
         scatter_ranges: Where rows go, ascending and disjoint.
         aliases_by_canonical: For each canonical item that has any, the other items that get its rows.
         range_requests: For each range, the index of its request, where known.
+        range_owners: For each range, its request's own item, which may be an alias, where known.
+        unfinished: Those of the own items that reach beyond their request's chunk, each once.
     """
 
     misses_by_modality: dict[Modality, list[MultimodalDataItem]] = field(default_factory=dict)
     scatter_ranges: Sequence[ScatterRange] = ()
     aliases_by_canonical: dict[MultimodalDataItem, list[MultimodalDataItem]] = field(default_factory=dict)
     range_requests: Sequence[int] = ()
+    range_owners: Sequence[MultimodalDataItem] = ()
+    unfinished: Sequence[MultimodalDataItem] = ()
 
     def __bool__(self) -> bool:
         return bool(self.scatter_ranges)
@@ -107,6 +111,11 @@ class EncodePlan:
             if request not in requests
         ]
         items = {entry.item for entry, _ in kept}
+        owners = [
+            owner
+            for owner, request in zip(self.range_owners, self.range_requests, strict=bool(self.range_owners))
+            if request not in requests
+        ]
         misses = {
             modality: [item for item in missing if item in items]
             for modality, missing in self.misses_by_modality.items()
@@ -118,6 +127,8 @@ class EncodePlan:
                 item: twins for item, twins in self.aliases_by_canonical.items() if item in items
             },
             range_requests=tuple(request for _, request in kept),
+            range_owners=owners,
+            unfinished=[item for item in self.unfinished if item in set(owners)],
         )
 
 
@@ -146,6 +157,8 @@ def build_plan(ctx: MultimodalForwardContext, num_tokens: int, *, skip: Collecti
     sources: list[int] = []
     keys: list[Any] = []
     requests: list[int] = []
+    owners: list[MultimodalDataItem] = []
+    unfinished: dict[MultimodalDataItem, None] = {}  # as an ordered set
     shifts: list[int] = []
     counts: list[int] = []
     base = 0
@@ -173,7 +186,12 @@ def build_plan(ctx: MultimodalForwardContext, num_tokens: int, *, skip: Collecti
                 shifts.append(base - first)
                 counts.append(high - low)
                 requests += [request] * (high - low)
-                for item in index.items[low:high]:
+                own = index.items[low:high]
+                owners += own
+                finals = index.finals[low:high]
+                if max(finals) > last:
+                    unfinished.update((item, None) for item, end in zip(own, finals, strict=True) if end > last)
+                for item in own:
                     key = item.share_key or item
                     keys.append(key)
                     canonical = canonical_of.setdefault(key, item)
@@ -201,6 +219,8 @@ def build_plan(ctx: MultimodalForwardContext, num_tokens: int, *, skip: Collecti
         scatter_ranges=list(map(_make_range, zip(*columns, strict=True))),
         aliases_by_canonical={canonical_of[key]: list(twins) for key, twins in twins_of.items()},
         range_requests=requests,
+        range_owners=owners,
+        unfinished=list(unfinished),
     )
     plan.__dict__.update(dst_start=dst_start, dst_end=dst_end, src_start=src_start)  # already at hand
     return plan

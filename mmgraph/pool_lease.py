@@ -36,6 +36,7 @@ class Hold:
 
     entries: dict[Key, Entry] = field(default_factory=dict)
     readers: set[Hashable] = field(default_factory=set)  # streams that were given places
+    quiet: bool = False  # may be lost without a warning
 
     def streams(self) -> set[Hashable]:
         """Give the streams that may use the pages."""
@@ -50,9 +51,9 @@ class PoolLease:
     ``commit``), then read at ``places``. Not to be used by two threads at once; different leases are.
     """
 
-    def __init__(self, pool: "EncoderPool") -> None:
+    def __init__(self, pool: "EncoderPool", *, quiet: bool = False) -> None:
         self._pool = pool
-        self._hold = Hold()
+        self._hold = Hold(quiet=quiet)
         self._followed: set[tuple[Mark, Hashable]] = set()
         self._finalizer = weakref.finalize(self, _abandon, pool, self._hold)
         self._finalizer.atexit = False
@@ -327,6 +328,8 @@ def _abandon(pool: "EncoderPool", hold: Hold) -> None:
     if hold.entries:
         held = len(hold.entries)
         pool._orphans.append(hold)
+        if hold.quiet:
+            return
         warnings.warn(
             f"a PoolLease that held {held} items was lost without release(); use it in a with statement",
             ResourceWarning,

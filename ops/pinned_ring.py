@@ -63,7 +63,8 @@ class PinnedRing:
     def give_back(self, slot: _Slot) -> None:
         """Give a slot back: what the current stream has been given by now is its last use."""
         slot.event.record(self._current_stream())
-        self._slots[slot.size].append(slot)  # newest last, so that the oldest is tried first
+        with self._lock:
+            self._slots[slot.size].append(slot)  # newest last, so that the oldest is tried first
 
     def _current_stream(self) -> torch.cuda.Stream:
         key = torch._C._cuda_getCurrentStream(self._device.index)
@@ -79,9 +80,8 @@ class PinnedRing:
                 if slot.event.query():
                     del slots[index]
                     return slot
-            if (
-                self._made.get(size, 0) < _SLOTS or not slots
-            ):  # none there: all are being filled by other threads
+            # None there: all are being filled, by other threads.
+            if self._made.get(size, 0) < _SLOTS or not slots:
                 self._made[size] = self._made.get(size, 0) + 1
                 return _Slot(size, self._device)
             slot = slots.popleft()
@@ -117,7 +117,7 @@ def ring_of(device: torch.device, what: str) -> PinnedRing:
     return ring
 
 
-class on_loan:  # noqa: N801 - used like a function
+class on_loan:
     """Lends the device a copy of an array for work that the block enqueues on the current stream of the device.
 
     A class, because a generator's context costs the host as much as a launch. The block is given a tensor that begins

@@ -116,7 +116,7 @@ def assemble_kernel(
 
 @triton.jit
 def _last_begun(firsts_ptr, start, place, FIELDS: tl.constexpr):
-    """The last record that begins at or before a place, from one that does; behind the last lies one that never does."""
+    """The last record that begins at or before a place, from one that does; behind the last is one that never does."""
     following = tl.load(firsts_ptr + (start + 1) * FIELDS)
     while following <= place:
         start += 1
