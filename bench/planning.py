@@ -16,7 +16,10 @@ from typing import Any
 import numpy as np
 
 from mmgraph.inputs import MultimodalDataItem, MultimodalForwardContext, MultimodalInputs
+from mmgraph.ops import RowMap
 from mmgraph.planning import build_plan
+
+REQUESTS = (1, 4, 16, 64, 256, 1024)
 
 
 def request(images: int, rows: int = 16, gap: int = 4, *, first_hash: int) -> MultimodalInputs:
@@ -41,6 +44,19 @@ def measure(ctx: MultimodalForwardContext, repeats: int = 400) -> dict[str, Any]
     return {"ranges": len(plan.scatter_ranges), "median_us": statistics.median(times), "min_us": min(times)}
 
 
+def measure_map(ctx: MultimodalForwardContext, repeats: int = 100) -> dict[str, Any]:
+    """The row map of a plan over a pool in which the items lie one after another, as a kernel reads it."""
+    total = sum(ctx.extend_seq_lens or ())
+    plan = build_plan(ctx, total)
+    source = np.cumsum(plan.dst_end - plan.dst_start + 1) - (plan.dst_end - plan.dst_start + 1)
+    times = []
+    for _ in range(repeats):
+        begin = time.perf_counter_ns()
+        RowMap.from_ranges(total, plan.dst_start, plan.dst_end, source, pool_rows=total).index()
+        times.append((time.perf_counter_ns() - begin) / 1e3)
+    return {"ranges": len(source), "median_us": statistics.median(times), "min_us": min(times)}
+
+
 def batch(requests: int, images: int) -> MultimodalForwardContext:
     inputs = [request(images, first_hash=r * images) for r in range(requests)]
     return MultimodalForwardContext(inputs, [0] * requests, [images * 20] * requests)
@@ -55,10 +71,11 @@ def main() -> None:
         "numpy": np.__version__,
         "date": time.strftime("%Y-%m-%d"),
         "machine": platform.processor() or platform.machine(),
-        "64 requests x 4 images": measure(batch(64, 4)),
-        "16 requests x 4 images": measure(batch(16, 4)),
-        "256 requests x 4 images": measure(batch(256, 4), 100),
     }
+    for requests in REQUESTS:
+        results[f"{requests} requests x 4 images"] = measure(batch(requests, 4), 400 if requests <= 64 else 100)
+    for requests in REQUESTS:
+        results[f"row map of {requests} requests"] = measure_map(batch(requests, 4))
     for images in (16, 10_000):
         long = MultimodalForwardContext([request(images, first_hash=0)], [40], [80])
         results[f"a chunk over 4 of {images} images"] = measure(long)

@@ -82,9 +82,9 @@ def lay_out(
         mover: Brings rows that are elsewhere.
     """
     deep_modalities = {modality for modality, spec in specs.items() if spec.deepstack}
-    is_deep = np.array(
-        [entry.item.modality in deep_modalities for entry in plan.scatter_ranges], dtype=np.bool_
-    )
+    is_deep = np.zeros(len(plan.range_items), dtype=np.bool_)
+    if deep_modalities:
+        is_deep[:] = [item.modality in deep_modalities for item in plan.range_items]
     main = keeper.layout(plan, np.ones_like(is_deep), num_rows, (0, width), device, mover)
     if not is_deep.any():
         return BatchLayouts(main, None, 0)

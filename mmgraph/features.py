@@ -49,6 +49,13 @@ def load_feature(item: MultimodalDataItem) -> FeatureHandle | None:
     return handle
 
 
+def mark_used(feature: Any) -> None:
+    """Mark tensors of a feature on CUDA devices as used by the devices' current streams."""
+    for leaf in leaves_of(feature):
+        if leaf.is_cuda and leaf.layout == torch.strided:
+            leaf.record_stream(torch.cuda.current_stream(leaf.device))
+
+
 def leaves_of(feature: Any) -> list[torch.Tensor]:
     """Give the tensors inside a feature that `load_feature` has brought into form, in order."""
     if isinstance(feature, torch.Tensor):

@@ -40,6 +40,7 @@ class SpanIndex:
         sources: The item's row at the span's first position.
         items: Whose span it is.
         finals: The last prompt position of all its item's spans.
+        whole: Every item has one span.
     """
 
     starts: list[int]
@@ -47,6 +48,7 @@ class SpanIndex:
     sources: list[int]
     items: list[MultimodalDataItem]
     finals: list[int]
+    whole: bool
 
 
 class MultimodalInputs:
@@ -229,12 +231,14 @@ def _build_index(items: Sequence[MultimodalDataItem | None]) -> SpanIndex:
                 f"{describe_item(items[entry[3]], entry[3])}: span {entry[:2]} overlaps span {before[:2]} of "
                 f"{describe_item(items[before[3]], before[3])}; a prompt position belongs to at most one item"
             )
+    owners = [cast(MultimodalDataItem, items[entry[3]]) for entry in entries]
     return SpanIndex(
         starts=[entry[0] for entry in entries],
         ends=[entry[1] for entry in entries],
         sources=[entry[2] for entry in entries],
-        items=[cast(MultimodalDataItem, items[entry[3]]) for entry in entries],
-        finals=[cast(MultimodalDataItem, items[entry[3]]).offsets[-1][1] for entry in entries],
+        items=owners,
+        finals=[item.offsets[-1][1] for item in owners],
+        whole=len(set(owners)) == len(owners),
     )
 
 

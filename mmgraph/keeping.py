@@ -4,6 +4,7 @@ Promises: a keeper is one batch's view of a place: what it has found or kept the
 keeper, used where nothing else is asked for, writes rows on the items, in memory of their own.
 """
 
+import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -140,10 +141,12 @@ def levels_of(specs: Mapping[Modality, EncoderSpec], model: Any, modality: Modal
 def used_rows(plan: EncodePlan, chosen: npt.NDArray[np.bool_]) -> dict[MultimodalDataItem, tuple[int, int]]:
     """Give, for each item of the chosen ranges in first-touch order, the first and last of its rows that they touch."""
     used: dict[MultimodalDataItem, tuple[int, int]] = {}
-    for entry, take in zip(plan.scatter_ranges, chosen, strict=True):
+    firsts, lasts = plan.src_start, plan.src_start + (plan.dst_end - plan.dst_start)
+    columns = zip(plan.range_items, firsts.tolist(), lasts.tolist(), chosen.tolist(), strict=True)
+    for item, first, last, take in columns:
         if take:
-            low, high = used.get(entry.item, (entry.item_src_start, entry.item_src_end))
-            used[entry.item] = min(low, entry.item_src_start), max(high, entry.item_src_end)
+            low, high = used.get(item, (first, last))
+            used[item] = min(low, first), max(high, last)
     return used
 
 
@@ -168,7 +171,7 @@ def listed_layout(
         total += high - low + 1
     if known is not None:
         return Layout(mover.move(parts, device), known)
-    shifts = [places[entry.item] for entry, take in zip(plan.scatter_ranges, chosen, strict=True) if take]
+    shifts = [places[item] for item in itertools.compress(plan.range_items, chosen.tolist())]
     row_map = RowMap.from_ranges(
         num_rows,
         plan.dst_start[chosen],

@@ -8,7 +8,7 @@ sorted index.
 
 import operator
 from bisect import bisect_left, bisect_right
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any, NamedTuple
@@ -47,7 +47,56 @@ class ScatterRange(NamedTuple):
 
 
 # Five fields straight into the tuple: the generated constructor is Python code and takes twice as long.
+_modality_of = operator.attrgetter("_modality")  # past the property, which takes twice as long
 _make_range = partial(tuple.__new__, ScatterRange)
+
+
+class _Ranges(Sequence[ScatterRange]):
+    """The ranges of a plan, made when they are first looked at: a batch is embedded from the columns alone.
+
+    Args:
+        dst_start: First covered row of each range.
+        dst_end: Last covered row.
+        items: The canonical items.
+        src_start: First row used of each range's item.
+    """
+
+    __slots__ = ("_columns", "_made")
+
+    def __init__(
+        self,
+        dst_start: npt.NDArray[np.int64],
+        dst_end: npt.NDArray[np.int64],
+        items: list[MultimodalDataItem],
+        src_start: npt.NDArray[np.int64],
+    ) -> None:
+        self._columns = dst_start, dst_end, items, src_start
+        self._made: list[ScatterRange] | None = None
+
+    def _list(self) -> list[ScatterRange]:
+        if self._made is None:
+            dst_start, dst_end, items, src_start = self._columns
+            src_end = src_start + (dst_end - dst_start)
+            columns = dst_start.tolist(), dst_end.tolist(), items, src_start.tolist(), src_end.tolist()
+            self._made = list(map(_make_range, zip(*columns, strict=True)))
+        return self._made
+
+    def __len__(self) -> int:
+        return len(self._columns[2])
+
+    def __getitem__(self, place: Any) -> Any:
+        return self._list()[place]
+
+    def __iter__(self) -> Iterator[ScatterRange]:
+        return iter(self._list())
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and self._list() == list(other)
+
+    def __repr__(self) -> str:
+        return repr(self._list())
+
+    __hash__ = None  # type: ignore[assignment]
 
 
 @dataclass(frozen=True)
@@ -76,7 +125,12 @@ class EncodePlan:
     @cached_property
     def items(self) -> tuple[MultimodalDataItem, ...]:
         """The canonical items of the ranges, each once, in first-touch order."""
-        return tuple(dict.fromkeys(entry.item for entry in self.scatter_ranges))
+        return tuple(dict.fromkeys(self.range_items))
+
+    @cached_property
+    def range_items(self) -> Sequence[MultimodalDataItem]:
+        """The canonical item of each range."""
+        return [entry.item for entry in self.scatter_ranges]
 
     @cached_property
     def dst_start(self) -> npt.NDArray[np.int64]:
@@ -100,8 +154,8 @@ class EncodePlan:
 
     def requests_of(self, item: MultimodalDataItem) -> list[int]:
         """Give all requests that use an item's rows, ascending, each once."""
-        used = zip(self.scatter_ranges, self.range_requests, strict=bool(self.range_requests))
-        return list(dict.fromkeys(request for entry, request in used if entry.item is item))
+        used = zip(self.range_items, self.range_requests, strict=bool(self.range_requests))
+        return list(dict.fromkeys(request for own, request in used if own is item))
 
     def without_requests(self, requests: Collection[int]) -> "EncodePlan":
         """Give the plan that scatters nothing to the requests named; what they alone needed isn't encoded."""
@@ -155,7 +209,6 @@ def build_plan(ctx: MultimodalForwardContext, num_tokens: int, *, skip: Collecti
     starts: list[int] = []
     ends: list[int] = []
     sources: list[int] = []
-    keys: list[Any] = []
     requests: list[int] = []
     owners: list[MultimodalDataItem] = []
     unfinished: dict[MultimodalDataItem, None] = {}  # as an ordered set
@@ -183,47 +236,49 @@ def build_plan(ctx: MultimodalForwardContext, num_tokens: int, *, skip: Collecti
                     starts[at] = first
                 if ends[-1] > last:
                     ends[-1] = last
+                    unfinished[index.items[high - 1]] = None
                 shifts.append(base - first)
                 counts.append(high - low)
                 requests += [request] * (high - low)
                 own = index.items[low:high]
                 owners += own
-                finals = index.finals[low:high]
-                if max(finals) > last:
-                    unfinished.update((item, None) for item, end in zip(own, finals, strict=True) if end > last)
-                for item in own:
-                    key = item.share_key or item
-                    keys.append(key)
-                    canonical = canonical_of.setdefault(key, item)
-                    if canonical is not item:
-                        _add_twin(canonical_of, twins_of, key, item, request)
+                if not index.whole:
+                    finals = zip(own, index.finals[low:high], strict=True)
+                    unfinished.update((item, None) for item, end in finals if end > last)
         base += seq_len
-    misses: dict[Modality, list[MultimodalDataItem]] = {}
-    for item in canonical_of.values():
-        if item.encoded is None:
-            misses.setdefault(item.modality, []).append(item)
+    keys = [item.share_key or item for item in owners]
+    canonicals = list(map(canonical_of.setdefault, keys, owners))
+    if canonicals != owners:
+        for key, item, request in zip(keys, owners, requests, strict=True):
+            if canonical_of[key] is not item:
+                _add_twin(canonical_of, twins_of, key, item, request)
+        canonicals = list(map(canonical_of.__getitem__, keys))
     shift = np.repeat(np.array(shifts, dtype=np.int64), counts)
     dst_start = np.array(starts, dtype=np.int64) + shift
     dst_end = np.array(ends, dtype=np.int64) + shift
     src_start = np.array(sources, dtype=np.int64)
-    src_end = src_start + (dst_end - dst_start)
-    columns = (
-        dst_start.tolist(),
-        dst_end.tolist(),
-        map(canonical_of.__getitem__, keys),
-        sources,
-        src_end.tolist(),
-    )
     plan = EncodePlan(
-        misses_by_modality=misses,
-        scatter_ranges=list(map(_make_range, zip(*columns, strict=True))),
+        misses_by_modality=_by_modality([item for item in canonical_of.values() if item.encoded is None]),
+        scatter_ranges=_Ranges(dst_start, dst_end, canonicals, src_start),
         aliases_by_canonical={canonical_of[key]: list(twins) for key, twins in twins_of.items()},
         range_requests=requests,
         range_owners=owners,
         unfinished=list(unfinished),
     )
-    plan.__dict__.update(dst_start=dst_start, dst_end=dst_end, src_start=src_start)  # already at hand
+    # Already at hand.
+    plan.__dict__.update(dst_start=dst_start, dst_end=dst_end, src_start=src_start, range_items=canonicals)
     return plan
+
+
+def _by_modality(items: list[MultimodalDataItem]) -> dict[Modality, list[MultimodalDataItem]]:
+    modalities = list(map(_modality_of, items))
+    distinct = dict.fromkeys(modalities)
+    if len(distinct) == 1:
+        return {modalities[0]: items}
+    return {
+        modality: [item for item, own in zip(items, modalities, strict=True) if own is modality]
+        for modality in distinct
+    }
 
 
 def _add_twin(

@@ -5,6 +5,7 @@ plan to the launch that reads it; an item that was evicted is encoded anew from 
 it. An item that is never shared has a key of its own, which is dropped with it.
 """
 
+import itertools
 import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
@@ -236,10 +237,10 @@ class PoolKeeper(_StoredKeeper):
         parts = [self.pool.tensor[:, slice(*columns)]]
         if known is not None:
             return Layout(parts, known)
-        first = {item: self.lease.places(key_of(item)) for item in used_rows_items(plan, chosen)}
+        items = list(itertools.compress(plan.range_items, chosen.tolist()))
+        first = {item: self.lease.places(key_of(item)) for item in dict.fromkeys(items)}
         whole = {item: len(places.starts) == 1 for item, places in first.items()}
         dst_start, dst_end, src_start = plan.dst_start[chosen], plan.dst_end[chosen], plan.src_start[chosen]
-        items = [entry.item for entry, take in zip(plan.scatter_ranges, chosen, strict=True) if take]
         if all(whole.values()):
             begins = np.array([int(first[item].starts[0]) for item in items], dtype=np.int64)
             ranges = dst_start, dst_end, src_start + begins
@@ -272,11 +273,6 @@ class PoolKeeper(_StoredKeeper):
     def release(self) -> None:
         """Release the lease."""
         self.lease.release()
-
-
-def used_rows_items(plan: EncodePlan, chosen: npt.NDArray[np.bool_]) -> dict[MultimodalDataItem, None]:
-    """Give the items of the chosen ranges, each once."""
-    return dict.fromkeys(entry.item for entry, take in zip(plan.scatter_ranges, chosen, strict=True) if take)
 
 
 def _drop(pool: "weakref.ref[EncoderPool]", key: Hashable) -> None:

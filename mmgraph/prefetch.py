@@ -18,7 +18,7 @@ import torch
 
 from mmgraph.encoder_spec import EncoderSpec
 from mmgraph.errors import MultimodalError, OptionError
-from mmgraph.features import is_handle, leaves_of, load_feature, rebuilt
+from mmgraph.features import is_handle, leaves_of, load_feature, mark_used, rebuilt
 from mmgraph.inputs import MultimodalForwardContext
 from mmgraph.isolation import plan_without_failures
 from mmgraph.items import FeatureHandle, MultimodalDataItem
@@ -124,6 +124,9 @@ class Prefetcher:
     def drop(self, item: MultimodalDataItem) -> tuple[bool, list[FeatureHandle]]:
         """Drop the feature of an item that is encoded, and its copies.
 
+        Memory of a feature that lay on a CUDA device isn't given to others before what the current stream of that
+        device has been given by now: the encoder may still read it, and it may have been allocated on another stream.
+
         Returns:
             Whether a feature was dropped that is no handle; and the handles to be released: one that nobody has
             consumed, and one that a prefetch has.
@@ -133,6 +136,7 @@ class Prefetcher:
             earlier = self._handles.pop(item, None)
         with self._lock:
             self._early.pop(item, None)
+        mark_used(feature)
         unused = feature if is_handle(feature) else None
         return unused is None, [handle for handle in (unused, earlier) if handle is not None]
 

@@ -32,7 +32,7 @@ def pool_of(rows: int, *, page_rows: int = 1, dtype: torch.dtype = torch.float32
 
 
 def filled(count: int, value: float) -> torch.Tensor:
-    return torch.full((count, WIDTH), value, device=CUDA)
+    return torch.full((count, WIDTH), float(value), device=CUDA)
 
 
 def store(pool: EncoderPool, key: object, rows: torch.Tensor) -> None:
