@@ -2,8 +2,9 @@
 
 Rows are 4096 bfloat16 values from a vocabulary of 151,936. Every way starts from ids, table and encoder rows and ends
 in the merged embeddings; results are compared before they are timed, bit for bit. The copy is PyTorch's, of as many
-rows. Device times are medians with the L2 cache cleared before each run; wall time is from an idle device to an idle
-device, and includes the wait's own cost, which is given too.
+rows. Device times are medians with the L2 cache cleared before each run; "kernels" is what a profiler sums of a call's
+kernels and copies, for calls that wait for the host. Wall time is from an idle device to an idle device: a plain copy's
+and a bare allocation's say what part of it is the machine's.
 
     python bench/assembly.py [--out results.json] [--smoke]
 """
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measure import device_ms, environment, graph_ms, host_us, show, write
+from measure import device_ms, environment, graph_ms, host_us, kernels_ms, show, write
 
 from mmgraph import ops
 
@@ -135,21 +136,30 @@ def forward(case: Case, goal: float, device: torch.device) -> dict[str, Any]:
     for name, call in calls.items():
         require(torch.equal(call(), expected), name)
         row[f"{name} ms"] = device_ms(call, device)
-    row["captured ms"] = graph_ms(calls["pool, map"], device)
-    source, target = torch.randn_like(expected), torch.empty_like(expected)
-    row["copy limit ms"] = device_ms(functools.partial(target.copy_, source), device)
+    row["pool, map captured ms"] = graph_ms(calls["pool, map"], device)
+    copy = functools.partial(torch.empty_like(expected).copy_, torch.randn_like(expected))
+    row["copy limit ms"] = device_ms(copy, device)
+    for name, call in ours(case).items():
+        row[f"{name} kernels ms"] = kernels_ms(call, device)
+    row["copy limit kernels ms"] = kernels_ms(copy, device)
     row["bit equal"] = "yes"
     return row
 
 
 def host(case: Case, row: dict[str, Any], device: torch.device) -> dict[str, Any]:
     """Wall time, its part beyond the device's, what enqueuing takes, and transient memory."""
-    found: dict[str, Any] = {"idle wait us": wall_us(lambda: None, device)}
+    copy = functools.partial(torch.empty_like(case["out"]).copy_, torch.randn_like(case["out"]))
+    found: dict[str, Any] = {
+        "idle wait us": wall_us(lambda: None, device),
+        "bare allocation host us": host_us(lambda: torch.empty_like(case["out"]), device),
+        "copy wall us": wall_us(copy, device),
+    }
+    found["copy beyond kernels us"] = found["copy wall us"] - 1e3 * row["copy limit kernels ms"]
     calls = peers(case) | ours(case)
     for name, call in calls.items():
         found[f"{name} wall us"] = wall_us(call, device)
         if name in ours(case):
-            found[f"{name} beyond device us"] = found[f"{name} wall us"] - 1e3 * row[f"{name} ms"]
+            found[f"{name} beyond kernels us"] = found[f"{name} wall us"] - 1e3 * row[f"{name} kernels ms"]
             found[f"{name} host us"] = host_us(call, device)
         if device.type == "cuda":
             found[f"{name} transient bytes"] = transient_bytes(call, device)
@@ -178,7 +188,8 @@ def backward(case: Case, device: torch.device) -> dict[str, Any]:
             if what != "pool":
                 difference = (got[1].float() - expected[1].float()).abs().max()
                 require(bool(difference <= 2**-6 * expected[1].abs().max()), f"{name}'s gradient of the table")
-            row[f"{name}: {what} ms"] = device_ms(run, device)
+            row[f"{name}: {what}, kernels ms"] = kernels_ms(run, device)
+            row[f"{name}: {what}, wall us"] = wall_us(run, device, 20)
             del out, run, got
     return row
 
@@ -248,8 +259,8 @@ def widths(device: torch.device, smoke: bool) -> list[dict[str, Any]]:
         found.append(
             {
                 "width": width,
-                "mmgraph ms": device_ms(ours(case)["pool, map"], device),
-                "copy limit ms": device_ms(functools.partial(target.copy_, source), device),
+                "mmgraph ms": kernels_ms(ours(case)["pool, map"], device),
+                "copy limit ms": kernels_ms(functools.partial(target.copy_, source), device),
             }
         )
     return found

@@ -175,14 +175,47 @@ def assembly(width: int, dtype: torch.dtype) -> None:
     ops.merge_embeddings(table[:5], index >= 0, pool[:3])
     deep = torch.cat([pool, pool], dim=1)
     ops.deepstack_add(table[:5], deep, index, 1)
+    ops.deepstack_add_(table[:5].clone(), deep, index, 1)
+    ops.store_rows(
+        pool[:3], torch.tensor([4, -1, 0], dtype=torch.int32, device="cuda"), out=torch.empty_like(pool)
+    )
+    row_map = ops.RowMap.from_ranges(5, [0, 3], [1, 4], [3, 0], pool_rows=5)
+    lists = (
+        [pool],
+        [pool[:2], pool[2:]],
+        [pool[:2].float(), pool[2:4].half(), pool[4:].double()],
+        [pool.t().contiguous().t()],
+    )
+    for parts in lists:
+        ops.assemble_embeddings(ids, table, parts, row_map)
+    ops.expand_ranges(torch.from_numpy(row_map.padded_ranges(5)).cuda(), 5)
+    gradients(width, dtype)
     bad = torch.tensor([-1, 7, -9, 2**31 - 1, 0], dtype=torch.int32, device="cuda")
     ops.assemble_embeddings(ids, table, pool, bad)
     ops.deepstack_add(table[:5], deep, bad, 0)
+    ops.store_rows(pool, bad, out=torch.empty_like(pool))
+    ops.expand_ranges(
+        torch.tensor([[-4, 9, 3], [2, 1, 5], [7, 2**31 - 2, 0]], dtype=torch.int32, device="cuda"), 5
+    )
     try:
         ops.check_errors()
     except ops.DeviceError:
         return
     raise SystemExit("rows outside the pool were not recorded")
+
+
+def gradients(width: int, dtype: torch.dtype) -> None:
+    """Of rows that are alone, that share a place for several chunks, and that have none."""
+    for rows, vocab, pool_rows in ((1, 1, 1), (200, 3, 2), (130, 200, 150)):
+        table = torch.randn(vocab, width, device="cuda", requires_grad=True)
+        pool = torch.randn(pool_rows, width, device="cuda").to(dtype).requires_grad_()
+        ids = torch.randint(-2, vocab + 2, (rows,), device="cuda")
+        index = torch.randint(-1, pool_rows, (rows,), dtype=torch.int32, device="cuda")
+        hidden = ops.assemble_embeddings(ids, table, pool, index)
+        hidden = ops.deepstack_add(hidden, torch.cat([pool, pool], dim=1), index, 1)
+        mask = torch.zeros(rows, dtype=torch.bool, device="cuda")
+        mask[:pool_rows] = True
+        ops.merge_embeddings(hidden, mask, pool[: int(mask.sum())]).sum().backward()
 
 
 def rotary(heads: int, kv_heads: int, width: int, interleaved: bool, full: bool) -> None:

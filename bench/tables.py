@@ -48,9 +48,48 @@ def run(data: dict[str, Any]) -> str:
 
 
 def assembly(data: dict[str, Any]) -> str:
-    names = ("masked_scatter ms", "loop of slices ms", "cat + index put ms", "mmgraph ms", "copy limit ms")
-    rows = [(f"{r['rows']}, {r['items']}", *(f"{r[name]:.4f}" for name in names)) for r in data["rows"]]
-    return _where(data) + markdown(("rows, items x rows", *names), rows)
+    def table(rows: list[dict[str, Any]], names: Sequence[str], form: str) -> str:
+        made = [(_case(row), *(format(row[name], form) for name in names)) for row in rows]
+        return markdown(("rows, items x rows", *names), made)
+
+    peers = ("masked_scatter", "loop of slices", "cat + index put")
+    device = (*(f"{name} ms" for name in peers), "pool, map ms", "copy limit ms", "goal ms")
+    kernels = [name for name in data["rows"][0] if name.endswith("kernels ms")]
+    host = [
+        name
+        for name in data["host"][0]
+        if name.endswith((" wall us", "allocation host us")) or name.startswith("idle")
+    ]
+    backward = [name for name in data["backward"][0] if name.endswith("kernels ms")]
+    rest = [[name for name in data[part][0] if name.endswith(" ms")] for part in ("deepstack", "merge")]
+    widths = [(str(r["width"]), f"{r['mmgraph ms']:.4f}", f"{r['copy limit ms']:.4f}") for r in data["widths"]]
+    return (
+        f"{_where(data)}{table(data['rows'], device, '.4f')}\n\n"
+        "What a profiler sums of each call's kernels and copies (a `RowMap` is sent to the device in the call):\n\n"
+        f"{table(data['rows'], kernels, '.4f')}\n\n"
+        "Wall time, from an idle device to an idle device, and what an idle device and a bare allocation take there:\n\n"
+        f"{table(data['host'], host, '.1f')}\n\n"
+        "Backward, to the pool alone and to pool and table, kernels and copies summed:\n\n"
+        f"{table(data['backward'], backward, '.4f')}\n\n"
+        f"Deepstack rows of three levels, and the mask form:\n\n{table(data['deepstack'], rest[0], '.4f')}\n\n"
+        f"{table(data['merge'], rest[1], '.4f')}\n\n"
+        "Other widths, 8192 rows with 8 items of 768:\n\n"
+        f"{markdown(('width', 'pool, map ms', 'copy limit ms'), widths)}"
+    )
+
+
+def planning(data: dict[str, Any]) -> str:
+    rows = [
+        (name, str(row["ranges"]), f"{row['median_us']:.0f}", f"{row['min_us']:.0f}")
+        for name, row in data.items()
+        if isinstance(row, dict)
+    ]
+    where = f"Python {data['python']}, {data['date']}, on the GPU's host:\n\n"
+    return where + markdown(("batch", "ranges", "median us", "least us"), rows)
+
+
+def _case(row: dict[str, Any]) -> str:
+    return f"{row['rows']}, {row['items']}"
 
 
 def attention(data: dict[str, Any]) -> str:
@@ -137,6 +176,7 @@ def replay(data: dict[str, Any]) -> str:
 RENDER: dict[str, Callable[[dict[str, Any]], str]] = {
     "run": run,
     "assembly": assembly,
+    "planning": planning,
     "attention": attention,
     "regret": regret,
     "replay": replay,
