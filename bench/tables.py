@@ -67,7 +67,7 @@ def assembly(data: dict[str, Any]) -> str:
         f"{_where(data)}{table(data['rows'], device, '.4f')}\n\n"
         "What a profiler sums of each call's kernels and copies (a `RowMap` is sent to the device in the call):\n\n"
         f"{table(data['rows'], kernels, '.4f')}\n\n"
-        "Wall time, from an idle device to an idle device, and what an idle device and a bare allocation take there:\n\n"
+        "Wall time, from an idle device to an idle device, and what an idle device and a bare allocation take:\n\n"
         f"{table(data['host'], host, '.1f')}\n\n"
         "Backward, to the pool alone and to pool and table, kernels and copies summed:\n\n"
         f"{table(data['backward'], backward, '.4f')}\n\n"

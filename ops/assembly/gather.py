@@ -73,6 +73,16 @@ def checked_parts(op: str, table: Tensor, tensors: list[Any], row_map: RowMap) -
 
     Attributes of hundreds of tensors take their time, so each is read once, in C.
     """
+    if len(tensors) == 1 and isinstance(tensors[0], torch.Tensor):
+        (one,) = tensors
+        if (
+            one.dim() == 2
+            and one.shape[1] == table.shape[1]
+            and one.is_floating_point()
+            and one.device == table.device
+            and row_map.pool_rows <= one.shape[0]
+        ):
+            return Parts(tensors, [one.shape[0]], [one.dtype])
     types = set(map(type, tensors))
     if not all(issubclass(kind, torch.Tensor) for kind in types):
         index = next(i for i, one in enumerate(tensors) if not isinstance(one, torch.Tensor))
