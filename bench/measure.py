@@ -116,7 +116,7 @@ def kernels_ms(call: Callable[[], Any], device: torch.device, calls: int = 20) -
     events = [
         event
         for event in profile.events()
-        if event.device_type == torch.autograd.DeviceType.CUDA and "FillFunctor<signed char>" not in event.name
+        if event.device_type.name == "CUDA" and "FillFunctor<signed char>" not in event.name
     ]
     return float(sum(event.time_range.elapsed_us() for event in events)) / calls / 1e3
 

@@ -7,6 +7,7 @@ import copy
 
 import pytest
 import torch
+from captured_prefill import check
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mm_batches import HIDDEN, LEVELS, Encoder, Model, one_request, random_batch, simple_item
@@ -125,6 +126,13 @@ def test_one_graph_of_a_prefill_serves_batches_with_other_images(form: str) -> N
                 graph.replay()
             assert torch.equal(captured, expected)
         assert pool.stats().evictions > 0
+    check_errors()
+
+
+def test_a_manager_s_graphs_serve_batches_with_other_images() -> None:
+    report = check(CUDA).report()
+    assert report.misses == {}
+    assert report.hits == 16
     check_errors()
 
 
