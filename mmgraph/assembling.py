@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from mmgraph.encoder_spec import EncoderSpec, deepstack_levels
-from mmgraph.keeping import Keeper, Layout
+from mmgraph.keeping import Keeper, Layout, levels_of
 from mmgraph.modality import Modality
 from mmgraph.ops import RowMap, assemble_embeddings
 from mmgraph.planning import EncodePlan
@@ -95,6 +95,14 @@ def lay_out(
     return BatchLayouts(main, deep, levels)
 
 
+def check_kept(
+    plan: EncodePlan, width: int, specs: Mapping[Modality, EncoderSpec], model: Any, keeper: Keeper
+) -> None:
+    """Raise RowsError unless the rows of all of a plan's items are there and fit the text embedding's width."""
+    for item in plan.items:
+        keeper.check(plan, item, width, levels_of(specs, model, item.modality))
+
+
 def assemble(
     plan: EncodePlan,
     text: TextRows,
@@ -102,34 +110,27 @@ def assemble(
     model: Any,
     keeper: Keeper,
     mover: FeatureMover,
-    *,
-    checked: bool = False,
 ) -> tuple[torch.Tensor, dict[str, Any]]:
     """Put text rows and items' rows together.
 
     Args:
-        plan: A plan that has ranges and whose items are all encoded.
+        plan: A plan that has ranges and whose items' rows are all there and fit.
         text: The look-up of the text rows.
         specs: The encoders; they say which modalities have deepstack rows, and in which form.
         model: Says how many levels deepstack has.
         keeper: Has the rows. It is released, or is when ``deepstack_rows`` are.
         mover: Brings rows that are kept on another device.
-        checked: The items' rows were checked against the embedding's width already.
 
     Returns:
         Embeddings ``[T, hidden]``, and the keywords for the language model: ``input_deepstack_embeds`` ``[T,
         hidden * levels]`` or ``deepstack_rows`` where a range has a modality with deepstack, else none.
 
     Raises:
-        RowsError: An item isn't encoded, or its rows don't fit it or the embedding.
+        RowsError: The plan's ranges don't fit the rows.
         LookupInputError: The embedding doesn't give one row for each id.
     """
     ids, table = text.source(plan)
     width = table.shape[-1]
-    for item in () if checked else plan.items:
-        spec = specs.get(item.modality)
-        levels = deepstack_levels(model) if spec is not None and spec.deepstack else 0
-        keeper.check(plan, item, width, levels)
     layouts = lay_out(plan, ids.shape[0], width, specs, model, keeper, ids.device, mover)
     main, deep = layouts.main, layouts.deep
     strict = text.strict and text.table is not None

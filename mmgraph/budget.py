@@ -127,14 +127,23 @@ def limit_plan(
         OptionError: A budget that isn't a number of at least one.
     """
     budget = _Budget(encode_tokens, encode_items, least=1)
-    missing = {item for items in plan.misses_by_modality.values() for item in items if item.encoded is None}
+    kept = vars(plan).get("_kept")  # rows that the plan holds in a pool
+    missing = {
+        item
+        for items in plan.misses_by_modality.values()
+        for item in items
+        if item.encoded is None and not (kept is not None and kept[1].has(item))
+    }
     now: dict[Modality, list[MultimodalDataItem]] = {}
     for item in plan.items:
         if item in missing:
             if not budget.take(item):
                 break
             now.setdefault(item.modality, []).append(item)
-    return replace(plan, misses_by_modality=now)
+    limited = replace(plan, misses_by_modality=now)
+    if kept is not None:
+        vars(limited)["_kept"] = kept  # they hold one batch's rows together
+    return limited
 
 
 class _Budget:

@@ -12,13 +12,13 @@ from typing import Any, Literal
 
 import torch
 
-from mmgraph.assembling import DeepstackRows, PreparedBatch, assemble, lay_out
+from mmgraph.assembling import DeepstackRows, PreparedBatch, assemble, check_kept, lay_out
 from mmgraph.counters import CallTotals, EmbedCounters
 from mmgraph.embed_result import EmbedResult
 from mmgraph.embedding_phases import encode_plan
 from mmgraph.encoder_spec import Encoders, EncoderSpec, settled_specs
 from mmgraph.errors import MultimodalError, OptionError
-from mmgraph.inputs import MultimodalForwardContext
+from mmgraph.inputs import MultimodalDataItem, MultimodalForwardContext, MultimodalInputs
 from mmgraph.isolation import blanked, outside_errors, plan_without_failures
 from mmgraph.planning import EncodePlan, build_plan
 from mmgraph.pool import EncoderPool
@@ -84,7 +84,7 @@ class MultimodalEmbedder:
         self._ranges = ranges
         self._mover = FeatureMover(buffer_bytes=pinned_bytes)
         self._home = RowHome(pool, keep_features, self._mover)
-        self._features = Prefetcher(self._mover, prefetch_bytes)
+        self._features = Prefetcher(self._mover, prefetch_bytes, self._home.stored)
         self._totals = CallTotals()
         self._encoding = threading.RLock()  # an encoder may call the embedder
 
@@ -166,6 +166,7 @@ class MultimodalEmbedder:
         if is_decode_or_idle or ctx is None:
             return EmbedResult(None)
         check_input_ids(input_ids)
+        self._home.check(input_ids.device)
         recorder = self._recorder(input_ids.device)
         isolate = on_error == "isolate"
         failed: dict[int, MultimodalError] = {}
@@ -211,9 +212,7 @@ class MultimodalEmbedder:
                 text = self._text_rows(blanked(input_ids, ctx, failed), text_embedding)
             with recorder.phase("assemble"):
                 self._home.settled(plan, keeper)
-                embeds, kwargs = assemble(
-                    plan, text, specs, multimodal_model, keeper, self._mover, checked=True
-                )
+                embeds, kwargs = assemble(plan, text, specs, multimodal_model, keeper, self._mover)
             keeping = True
             _count_plan(recorder, plan)
             return EmbedResult(embeds, kwargs, failed)
@@ -313,18 +312,25 @@ class MultimodalEmbedder:
             return None, {}
         check_input_ids(input_ids, least=int(plan.dst_end.max()) + 1)
         recorder = self._recorder(input_ids.device)
+        self._home.check(input_ids.device)
+        keeper = self._home.take(plan)
+        assembled = False
         try:
             with recorder.phase("assemble"):
                 text = self._text_rows(input_ids, text_embedding)
                 for error in outside_errors(text, plan, None):
                     raise error
-                keeper = self._home.keeper_of(plan)
-                keeper.find(plan)
                 specs = settled_specs(encoders)
+                for failure in keeper.open(plan, specs, multimodal_model, text.width(plan)).values():
+                    raise failure
+                check_kept(plan, text.width(plan), specs, multimodal_model, keeper)
+                self._home.settled(plan, keeper)
                 result = assemble(plan, text, specs, multimodal_model, keeper, self._mover)
-                self._home.forget(plan)
+                assembled = True
             _count_plan(recorder, plan)
         finally:
+            if not assembled:
+                self._home.put_back(plan, keeper)
             self._totals.add(self._keep_timing(recorder), calls=1)
         return result
 
@@ -362,6 +368,8 @@ class MultimodalEmbedder:
             raise OptionError("prepare needs an EncoderPool: write MultimodalEmbedder(pool=EncoderPool(...))")
         if on_error not in ("raise", "isolate"):
             raise OptionError(f"on_error must be 'raise' or 'isolate', got {on_error!r}")
+        if not isinstance(width, int) or width < 1:
+            raise OptionError(f"width must be the text embedding's, an integer of at least 1, got {width!r}")
         recorder = self._recorder(pool.device)
         failed: dict[int, MultimodalError] = {}
         isolate = on_error == "isolate"
@@ -428,6 +436,21 @@ class MultimodalEmbedder:
         """
         with PhaseRecorder(False, lambda: None, self._ranges).phase("prefetch"):
             return self._features.prefetch_batch(batch, settled_specs(encoders), torch.device(device))
+
+    def has_rows(self, item: MultimodalDataItem) -> bool:
+        """Tell whether an item's rows are there now, on it or in the pool: ``cached`` for `mmgraph.fit_to_budget`."""
+        return self._home.stored(item)
+
+    def forget(self, inputs: MultimodalInputs | None) -> None:
+        """Let the rows of a request that is given up be evicted, which later chunks of it would need.
+
+        A request whose items are gone needs no call.
+
+        Args:
+            inputs: The request's media.
+        """
+        items = () if inputs is None else inputs.mm_items
+        self._home.unfinished.forget(item for item in items if item is not None)
 
     def counters(self) -> EmbedCounters:
         """Give what was done since the embedder was made; always counted, from all threads together."""

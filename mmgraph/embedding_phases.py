@@ -5,7 +5,7 @@ are as they were. Not for two threads at once on the same items: the embedder ha
 """
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -56,7 +56,8 @@ def encode_plan(
         MultimodalError: Without ``isolate``, the first failure. What was encoded before it is kept and shared.
     """
     failures = keeper.open(plan, specs, model, width)
-    failures |= find_problems(plan, specs, model, keeper)
+    for item, error in find_problems(plan, specs, model, keeper).items():
+        failures.setdefault(item, error)
     _raise_unless(isolate, failures)
     wanted = {
         modality: [item for item in missing if not keeper.has(item) and item not in failures]
@@ -88,10 +89,11 @@ def encode_plan(
             failures |= unread
             failures |= _encode_items(encoder, [item for item in items if item not in unread], isolate=isolate)
     finally:
+        keeper.cancel()
         with recorder.phase("share"):
             recorder.count(aliases=keeper.share(plan))
         with recorder.phase("cleanup"):
-            _clean_up(plan, consumed, features, keeper, recorder)
+            _clean_up(plan, failures, consumed, features, keeper, recorder)
     return failures
 
 
@@ -122,6 +124,7 @@ def _encode_items(
 
 def _clean_up(
     plan: EncodePlan,
+    failures: Collection[MultimodalDataItem],
     consumed: list[tuple[MultimodalDataItem, FeatureHandle]],
     features: Prefetcher,
     keeper: Keeper,
@@ -130,9 +133,14 @@ def _clean_up(
     """Drop the features of encoded items and give up their handles; items that failed keep theirs."""
     canonical = {twin: item for item, twins in plan.aliases_by_canonical.items() for twin in twins}
     used_up = [handle for item, handle in consumed if keeper.has(canonical.get(item, item))]
-    for item in plan.items if not keeper.keeps_features else ():
-        for finished in (item, *plan.aliases_by_canonical.get(item, ())) if keeper.has(item) else ():
+    for item in plan.items:
+        if not keeper.has(item) or item in failures:
+            continue
+        for finished in (item, *plan.aliases_by_canonical.get(item, ())):
             if finished.feature is None:
+                continue
+            if keeper.keeps_features:
+                features.retain(finished)
                 continue
             keeper.dropped(finished)
             raw, handles = features.drop(finished)

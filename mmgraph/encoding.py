@@ -18,6 +18,7 @@ from mmgraph.errors import (
     FeatureError,
     MissingEncoderError,
     MultimodalError,
+    PoolError,
 )
 from mmgraph.items import FeatureHandle, MultimodalDataItem, describe_item
 from mmgraph.keeping import Keeper
@@ -156,6 +157,7 @@ class ModalityEncoder:
                 self._move(items, sources)
             with self.recorder.phase("encode"):
                 out = self._out(items)
+                place = None if out is None else _place(out)
                 output = self.spec.fn(list(sources), **({"out": out} if self.spec.takes_out else {}))
                 counts = [item.num_tokens for item in items]
                 refusal = partial(self._output_error, items)
@@ -165,7 +167,6 @@ class ModalityEncoder:
                     rows, deep = separated_rows(self.model, rows, self.width, refusal)
                 elif self.width is not None and rows.shape[1] != self.width:
                     raise refusal(f"rows of width {self.width}", f"width {rows.shape[1]}")
-                self.keeper.keep(items, rows, deep, written=out is not None and _is_same(rows, out))
         except MultimodalError:
             raise
         except Exception as error:
@@ -177,6 +178,13 @@ class ModalityEncoder:
         finally:
             for source, feature in zip(sources, kept, strict=True):
                 source.feature = feature
+        with self.recorder.phase("encode"):
+            try:
+                self.keeper.keep(items, rows, deep, written=place is not None and _place(rows) == place)
+            except PoolError as error:
+                raise type(error)(
+                    f"rows of {self._named(items)} can't be stored: {error}", request=self._sole_request(items)
+                ) from error
         self.recorder.count_encoder(self.modality, counts)
 
     def _out(self, items: Sequence[MultimodalDataItem]) -> torch.Tensor | None:
@@ -215,12 +223,6 @@ class ModalityEncoder:
         return requests.pop() if len(requests) == 1 else None
 
 
-def _is_same(rows: torch.Tensor, out: torch.Tensor) -> bool:
-    """Tell whether rows are the very memory that an encoder was given."""
-    return (rows.data_ptr(), rows.shape, rows.stride(), rows.dtype, rows.device) == (
-        out.data_ptr(),
-        out.shape,
-        out.stride(),
-        out.dtype,
-        out.device,
-    )
+def _place(rows: torch.Tensor) -> tuple[Any, ...]:
+    """Name the memory that rows lie in."""
+    return rows.data_ptr(), rows.shape, rows.stride(), rows.dtype, rows.device

@@ -39,7 +39,6 @@ class SpanIndex:
         ends: Last prompt position of each span.
         sources: The item's row at the span's first position.
         items: Whose span it is.
-        finals: The last prompt position of all its item's spans.
         whole: Every item has one span.
     """
 
@@ -47,7 +46,6 @@ class SpanIndex:
     ends: list[int]
     sources: list[int]
     items: list[MultimodalDataItem]
-    finals: list[int]
     whole: bool
 
 
@@ -237,7 +235,6 @@ def _build_index(items: Sequence[MultimodalDataItem | None]) -> SpanIndex:
         ends=[entry[1] for entry in entries],
         sources=[entry[2] for entry in entries],
         items=owners,
-        finals=[item.offsets[-1][1] for item in owners],
         whole=len(set(owners)) == len(owners),
     )
 

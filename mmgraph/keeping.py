@@ -43,6 +43,10 @@ class Keeper(Protocol):
     def keeps_features(self) -> bool:
         """Whether items keep their features once they are encoded."""
 
+    @property
+    def released(self) -> bool:
+        """Whether `release` was called."""
+
     def find(self, plan: EncodePlan) -> dict[MultimodalDataItem, MultimodalError]:
         """Find and hold rows that are there already; give the errors of items whose rows can't be theirs."""
 
@@ -74,6 +78,9 @@ class Keeper(Protocol):
         written: bool = False,
     ) -> None:
         """Keep the rows of items, which lie one after another; ``written``: in the room that was given."""
+
+    def cancel(self) -> None:
+        """Give up room that nothing was kept in; called when encoding has ended, however it did."""
 
     def share(self, plan: EncodePlan) -> int:
         """Give the twins of items that are there their rows; tell how many that were."""
@@ -107,8 +114,8 @@ class Keeper(Protocol):
     def check(self, plan: EncodePlan, item: MultimodalDataItem, width: int, levels: int) -> None:
         """Raise RowsError unless a canonical item's rows are there and fit."""
 
-    def hold(self, item: MultimodalDataItem) -> Callable[[], None] | None:
-        """Keep an item's rows beyond this batch; give what ends that, or None where items keep their own."""
+    def hold(self, item: MultimodalDataItem) -> Any:
+        """Keep an item's rows beyond this batch; give what ends that (``release``), or None where nothing does."""
 
     def release(self) -> None:
         """End the batch's hold, after what reads the rows was launched."""
@@ -186,6 +193,7 @@ class ItemKeeper:
     """Rows on the items: ``encoded`` and ``encoded_deepstack``."""
 
     keeps_features = False
+    released = False
 
     def find(self, plan: EncodePlan) -> dict[MultimodalDataItem, MultimodalError]:
         """Do nothing: rows are on the items."""
@@ -238,6 +246,9 @@ class ItemKeeper:
         deep_parts = [None] * len(items) if deep is None else cut_rows(deep, counts)
         for item, part, deep_part in zip(items, parts, deep_parts, strict=True):
             item.encoded, item.encoded_deepstack = part, deep_part
+
+    def cancel(self) -> None:
+        """Do nothing: no room was taken."""
 
     def share(self, plan: EncodePlan) -> int:
         """Write an encoded item's rows on its twins."""

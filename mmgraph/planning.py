@@ -46,6 +46,20 @@ class ScatterRange(NamedTuple):
     item_src_end: int
 
 
+class Progress(NamedTuple):
+    """How far a request has come with an item.
+
+    Attributes:
+        request: The request's index.
+        item: Its own item, which may be an alias.
+        position: The prompt position at which its next, or this, chunk begins.
+    """
+
+    request: int
+    item: MultimodalDataItem
+    position: int
+
+
 # Five fields straight into the tuple: the generated constructor is Python code and takes twice as long.
 _modality_of = operator.attrgetter("_modality")  # past the property, which takes twice as long
 _make_range = partial(tuple.__new__, ScatterRange)
@@ -108,19 +122,23 @@ class EncodePlan:
         scatter_ranges: Where rows go, ascending and disjoint.
         aliases_by_canonical: For each canonical item that has any, the other items that get its rows.
         range_requests: For each range, the index of its request, where known.
-        range_owners: For each range, its request's own item, which may be an alias, where known.
-        unfinished: Those of the own items that reach beyond their request's chunk, each once.
+        unfinished: The requests' items that reach beyond their chunks, and where the next chunks begin.
+        continued: The requests' items that began before their chunks, and where these begin.
     """
 
     misses_by_modality: dict[Modality, list[MultimodalDataItem]] = field(default_factory=dict)
     scatter_ranges: Sequence[ScatterRange] = ()
     aliases_by_canonical: dict[MultimodalDataItem, list[MultimodalDataItem]] = field(default_factory=dict)
     range_requests: Sequence[int] = ()
-    range_owners: Sequence[MultimodalDataItem] = ()
-    unfinished: Sequence[MultimodalDataItem] = ()
+    unfinished: Sequence[Progress] = ()
+    continued: Sequence[Progress] = ()
 
     def __bool__(self) -> bool:
         return bool(self.scatter_ranges)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy, or one in another process, holds no rows.
+        return {name: value for name, value in vars(self).items() if name != "_kept"}
 
     @cached_property
     def items(self) -> tuple[MultimodalDataItem, ...]:
@@ -165,11 +183,6 @@ class EncodePlan:
             if request not in requests
         ]
         items = {entry.item for entry, _ in kept}
-        owners = [
-            owner
-            for owner, request in zip(self.range_owners, self.range_requests, strict=bool(self.range_owners))
-            if request not in requests
-        ]
         misses = {
             modality: [item for item in missing if item in items]
             for modality, missing in self.misses_by_modality.items()
@@ -181,8 +194,8 @@ class EncodePlan:
                 item: twins for item, twins in self.aliases_by_canonical.items() if item in items
             },
             range_requests=tuple(request for _, request in kept),
-            range_owners=owners,
-            unfinished=[item for item in self.unfinished if item in set(owners)],
+            unfinished=[step for step in self.unfinished if step.request not in requests],
+            continued=[step for step in self.continued if step.request not in requests],
         )
 
 
@@ -211,7 +224,8 @@ def build_plan(ctx: MultimodalForwardContext, num_tokens: int, *, skip: Collecti
     sources: list[int] = []
     requests: list[int] = []
     owners: list[MultimodalDataItem] = []
-    unfinished: dict[MultimodalDataItem, None] = {}  # as an ordered set
+    unfinished: list[Progress] = []
+    continued: list[Progress] = []
     shifts: list[int] = []
     counts: list[int] = []
     base = 0
@@ -232,19 +246,25 @@ def build_plan(ctx: MultimodalForwardContext, num_tokens: int, *, skip: Collecti
                 sources += index.sources[low:high]
                 # Spans ascend and are disjoint, so only the first can begin and only the last can end outside.
                 if starts[at] < first:
+                    if index.whole:
+                        continued.append(Progress(request, index.items[low], first))
                     sources[at] += first - starts[at]
                     starts[at] = first
                 if ends[-1] > last:
                     ends[-1] = last
-                    unfinished[index.items[high - 1]] = None
+                    if index.whole:
+                        unfinished.append(Progress(request, index.items[high - 1], last + 1))
                 shifts.append(base - first)
                 counts.append(high - low)
                 requests += [request] * (high - low)
                 own = index.items[low:high]
                 owners += own
                 if not index.whole:
-                    finals = zip(own, index.finals[low:high], strict=True)
-                    unfinished.update((item, None) for item, end in finals if end > last)
+                    for item in dict.fromkeys(own):
+                        if item.offsets[-1][1] > last:
+                            unfinished.append(Progress(request, item, last + 1))
+                        if item.offsets[0][0] < first:
+                            continued.append(Progress(request, item, first))
         base += seq_len
     keys = [item.share_key or item for item in owners]
     canonicals = list(map(canonical_of.setdefault, keys, owners))
@@ -262,8 +282,8 @@ def build_plan(ctx: MultimodalForwardContext, num_tokens: int, *, skip: Collecti
         scatter_ranges=_Ranges(dst_start, dst_end, canonicals, src_start),
         aliases_by_canonical={canonical_of[key]: list(twins) for key, twins in twins_of.items()},
         range_requests=requests,
-        range_owners=owners,
-        unfinished=list(unfinished),
+        unfinished=unfinished,
+        continued=continued,
     )
     # Already at hand.
     plan.__dict__.update(dst_start=dst_start, dst_end=dst_end, src_start=src_start, range_items=canonicals)

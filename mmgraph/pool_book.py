@@ -66,6 +66,7 @@ class Entry:
     readers: dict[Hashable, Mark] = field(default_factory=dict)  # by stream: the last release of a holder
     writers: set[Hashable] = field(default_factory=set)  # streams that may write before it is ready
     viewed: bool = False  # an encoder writes there itself
+    columns: tuple[int, ...] = ()  # widths of the parts that were filled, side by side
 
     @property
     def pages(self) -> int:
@@ -229,7 +230,8 @@ class PoolBook:
         page = self.page_rows
         free, idle, pages = self._runs.free_pages, self._idle_pages, self._runs.pages
         if total > pages:
-            remedy = "make the pool larger (rows, max_bytes), or encode fewer items at once"
+            remedy = "make the pool larger (rows, max_bytes)"
+            remedy += ", or encode fewer items at once" if len(wanted) > 1 else ""
         else:
             remedy = (
                 "release the leases that hold the rest, encode fewer items at once, or make the pool larger"

@@ -68,7 +68,7 @@ class PoolLease:
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise PoolCopyError("a PoolLease can't be copied or pickled: what it holds is released once")
 
-    def pin(self, key: Key, rows: int) -> bool:
+    def pin(self, key: Key, rows: int, *, count: bool = True) -> bool:
         """Look an item up, and hold it until the release if it is stored.
 
         On CUDA the pool's current stream then waits for the item's filling, if another stream does that.
@@ -76,6 +76,7 @@ class PoolLease:
         Args:
             key: The item's.
             rows: How many rows it must have.
+            count: Whether this is a look-up for the statistics.
 
         Returns:
             Whether it is stored and held now.
@@ -96,11 +97,11 @@ class PoolLease:
             known = entry is not None
             entry = entry or book.find(key)
             if entry is None:
-                book.misses += 1
+                book.misses += count
                 return False
             if entry.rows != rows:
                 raise other_rows_error("pin", key, entry.rows, rows)
-            book.hits += 1
+            book.hits += count
             if not known:
                 book.pin(entry)
                 self._hold.entries[key] = entry
@@ -156,7 +157,7 @@ class PoolLease:
         check_parts(parts, sum(entry.rows for entry in entries), len(entries), self._pool)
         self._claim("fill", entries)
         self._pool._write(joined(entry.places for entry in entries), parts)
-        self._publish("fill", entries)
+        self._publish("fill", entries, tuple(part.shape[1] for part in parts))
 
     def view(self, keys: Sequence[Key]) -> torch.Tensor | None:
         """Give the rows reserved for keys as one view of the pool, for an encoder that writes there itself.
@@ -186,11 +187,12 @@ class PoolLease:
         with torch.no_grad():
             return self._pool.tensor.narrow(0, int(places.starts[0]), places.rows)
 
-    def commit(self, keys: Sequence[Key]) -> None:
+    def commit(self, keys: Sequence[Key], *columns: int) -> None:
         """Say that rows written to a ``view`` are complete, on the current stream; then others can find the items.
 
         Args:
             keys: Keys whose ``view`` was given.
+            columns: Widths of the parts that were written, side by side; none: all columns are one part.
 
         Raises:
             PoolArgumentError: Another lease has stored a key with another number of rows.
@@ -204,7 +206,44 @@ class PoolLease:
                 raise PoolStateError(
                     f"commit: {named(entry.key)} has no view to write to; call view first, or fill"
                 )
-        self._publish("commit", entries)
+        self._publish("commit", entries, columns or (self._pool.width,))
+
+    def columns(self, key: Key) -> tuple[int, ...]:
+        """Give the widths of the parts that an item was filled with, side by side.
+
+        Args:
+            key: A key that was pinned, or reserved and filled.
+
+        Raises:
+            PoolStateError: The lease doesn't hold the key.
+        """
+        entry = self._hold.entries.get(checked_key(key))
+        if entry is None:
+            raise PoolStateError(f"columns: this lease doesn't hold {named(key)}; pin it first")
+        return entry.columns
+
+    def give_up(self, keys: Iterable[Key]) -> None:
+        """Let go of some keys, as `release` does of all; reservations that weren't filled are freed.
+
+        Args:
+            keys: Keys; those that the lease doesn't hold are passed over.
+
+        Raises:
+            PoolStateError: The lease is released.
+            PoolCaptureError: A CUDA graph is being captured from one of the streams.
+        """
+        self._open("give_up")
+        there = {key: self._hold.entries[key] for key in keys if key in self._hold.entries}
+        if not there:
+            return
+        part = Hold(there, set(self._hold.readers))
+        streams = {self._pool._clock.stream(), *part.streams()}
+        if any(self._pool._clock.capturing(stream) for stream in streams):
+            raise capture_error("give_up")
+        with self._pool._opened():
+            for key in there:
+                del self._hold.entries[key]
+            self._pool._let_go(part, streams)
 
     def places(self, key: Key) -> Places:
         """Say where an item's rows lie, for the current stream to read.
@@ -298,7 +337,7 @@ class PoolLease:
                 marks = [clock.record(other) for other in others]
             self._pool._wait(marks)
 
-    def _publish(self, call: str, entries: Sequence[Entry]) -> None:
+    def _publish(self, call: str, entries: Sequence[Entry], columns: tuple[int, ...]) -> None:
         """Mark the end of the filling, on the current stream, and let others find the items."""
         clock = self._pool._clock
         stream = clock.stream()
@@ -311,6 +350,7 @@ class PoolLease:
                     raise other_rows_error(call, entry.key, first.rows, entry.rows)
             ready = clock.record(stream)
             for entry in entries:
+                entry.columns = columns
                 self._hold.entries[entry.key] = book.publish(entry, ready)
 
     def _follow(self, entries: Iterable[Entry]) -> None:

@@ -10,14 +10,14 @@ import logging
 import sys
 import threading
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from mmgraph.encoder_spec import EncoderSpec
-from mmgraph.errors import MultimodalError, OptionError
+from mmgraph.errors import ContextError, MultimodalError, OptionError
 from mmgraph.features import is_handle, leaves_of, load_feature, mark_used, rebuilt
 from mmgraph.inputs import MultimodalForwardContext
 from mmgraph.isolation import plan_without_failures
@@ -83,6 +83,10 @@ class _Early:
         )
 
 
+def _is_encoded(item: MultimodalDataItem) -> bool:
+    return item.encoded is not None
+
+
 class Prefetcher:
     """Reads items' features and brings them to devices, early where asked.
 
@@ -95,13 +99,22 @@ class Prefetcher:
         OptionError: A negative bound.
     """
 
-    def __init__(self, mover: FeatureMover, limit_bytes: int) -> None:
+    def __init__(
+        self,
+        mover: FeatureMover,
+        limit_bytes: int,
+        stored: Callable[[MultimodalDataItem], bool] = _is_encoded,
+    ) -> None:
         if limit_bytes < 0:
             raise OptionError(f"prefetch_bytes must not be negative, got {limit_bytes}; 0 prefetches nothing")
         self.limit_bytes = limit_bytes
         self._mover = mover
+        self._stored = stored
         self._early: weakref.WeakKeyDictionary[MultimodalDataItem, _Early] = weakref.WeakKeyDictionary()
         self._handles: weakref.WeakKeyDictionary[MultimodalDataItem, FeatureHandle] = (
+            weakref.WeakKeyDictionary()
+        )
+        self._retained: weakref.WeakKeyDictionary[MultimodalDataItem, FeatureHandle] = (
             weakref.WeakKeyDictionary()
         )
         self._counts = FeatureCounts()
@@ -140,6 +153,14 @@ class Prefetcher:
         unused = feature if is_handle(feature) else None
         return unused is None, [handle for handle in (unused, earlier) if handle is not None]
 
+    def retain(self, item: MultimodalDataItem) -> None:
+        """Drop the copies of an encoded item that keeps its feature; an unread handle is released with the item."""
+        with self._lock:
+            self._early.pop(item, None)
+            if is_handle(item.feature) and self._retained.get(item) is not item.feature:
+                self._retained[item] = item.feature
+                weakref.finalize(item, _release, item.feature).atexit = False
+
     def prefetch_batch(
         self,
         batch: MultimodalForwardContext | EncodePlan,
@@ -159,6 +180,10 @@ class Prefetcher:
         Raises:
             MultimodalError: The batch as a whole can't be planned.
         """
+        if not isinstance(batch, EncodePlan | MultimodalForwardContext):
+            raise ContextError(
+                f"prefetch needs a MultimodalForwardContext or a plan, got {type(batch).__name__}"
+            )
         device_of = {
             modality: torch.device(specs[modality].device or device) if modality in specs else device
             for modality in Modality
@@ -175,7 +200,7 @@ class Prefetcher:
         for modality, missing in plan.misses_by_modality.items():
             place = settled(device_of[modality])
             for item in missing if place.type == "cuda" else ():
-                if item.encoded is None:
+                if not self._stored(item):
                     twins = (item, *plan.aliases_by_canonical.get(item, ()))
                     started += self._start_first([twin for twin in twins if twin.feature is not None], place)
         return started
@@ -238,7 +263,7 @@ class Prefetcher:
 
     def _start(self, item: MultimodalDataItem, device: torch.device) -> bool:
         with self._loading, torch.inference_mode(False):
-            if item.encoded is not None:  # another thread was quicker
+            if self._stored(item):  # another thread was quicker
                 return False
             handle = load_feature(item)
             if handle is not None:
@@ -264,7 +289,7 @@ class Prefetcher:
                 self._reserved -= nbytes
         with self._lock:
             self._count(started=1, moved=len(sources), bytes_moved=nbytes)
-            if item.encoded is None:  # else nobody would take or drop them
+            if not self._stored(item):  # else nobody would take or drop them
                 self._early[item] = _Early(sources, versions, device, nbytes, copies)
         return True
 
@@ -284,3 +309,10 @@ def _version(tensor: torch.Tensor) -> int | None:
 
 def _nbytes(tensor: torch.Tensor) -> int:
     return tensor.nbytes if tensor.layout == torch.strided else 0
+
+
+def _release(handle: FeatureHandle) -> None:
+    try:
+        handle.release()
+    except Exception:
+        _log.warning("releasing a feature's handle failed", exc_info=True)

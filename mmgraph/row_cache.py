@@ -69,7 +69,7 @@ class RowStoreStats:
 
     Attributes:
         hits: Calls of ``get`` that found rows.
-        misses: Calls of ``get`` that didn't.
+        misses: Calls of ``get`` and ``pin`` that didn't.
         evictions: Items that made room for others.
         stores: Items that were kept.
         declined: Items that weren't kept, since there was no room that could be made.
@@ -200,6 +200,7 @@ class RowStore:
         with self._lock:
             stored = self._items.get(key)
             if stored is None:
+                self._misses += 1
                 return False
             if not stored.pins:
                 self._pinned_bytes += stored.rows.nbytes

@@ -1,20 +1,25 @@
 """Where an embedder keeps rows: on the items, in an `EncoderPool`, or in a `RowCache`.
 
-Promises: a plan has one keeper from its first phase to its assembly; what requests have begun to use is held until they
-are through with it; features that were dropped are remembered, for the error of an item that was evicted.
+Promises: a plan has one keeper from its first phase to its assembly, and one thread has it at a time; what requests
+have begun to use is held until they are through with it; features that were dropped are remembered, for the error of an
+item that was evicted.
 """
 
 import weakref
 from typing import Any
 
-from mmgraph.errors import OptionError
+import torch
+
+from mmgraph.cache_keeping import CacheKeeper, Pins
+from mmgraph.errors import OptionError, PoolArgumentError
 from mmgraph.items import MultimodalDataItem
 from mmgraph.keeping import ItemKeeper, Keeper
 from mmgraph.planning import EncodePlan
 from mmgraph.pool import EncoderPool
-from mmgraph.pool_keeping import CacheKeeper, PoolKeeper
+from mmgraph.pool_keeping import PoolKeeper
 from mmgraph.row_cache import RowCache
-from mmgraph.staging import FeatureMover
+from mmgraph.staging import FeatureMover, settled
+from mmgraph.stored_rows import Unshared, key_of, settle_lost
 from mmgraph.unfinished import UnfinishedItems
 
 _ON_ITEMS = ItemKeeper()
@@ -33,10 +38,10 @@ class RowHome:
     """
 
     def __init__(self, store: EncoderPool | RowCache | None, keep_features: bool, mover: FeatureMover) -> None:
-        if store is not None and not isinstance(store, EncoderPool | RowCache):
+        if store is not None and (isinstance(store, type) or not isinstance(store, EncoderPool | RowCache)):
             raise OptionError(
-                f"pool must be an EncoderPool, an object with get, put, pin and unpin (RowCache), or None, got "
-                f"{type(store).__name__}"
+                "pool must be an EncoderPool, an object with get, put, pin and unpin (RowCache), or None, got "
+                f"{store if isinstance(store, type) else type(store).__name__}"
             )
         if keep_features and store is None:
             raise OptionError("keep_features needs a pool: rows that are kept on items are never evicted")
@@ -46,28 +51,58 @@ class RowHome:
         self._mover = mover
         self._spent: weakref.WeakSet[MultimodalDataItem] = weakref.WeakSet()
 
+    def check(self, device: torch.device) -> None:
+        """Raise PoolArgumentError unless a pool is on the device of ``input_ids``."""
+        if isinstance(self.store, EncoderPool) and self.store.device != settled(device):
+            raise PoolArgumentError(
+                f"input_ids are on {device} and the pool on {self.store.device}; make the pool on their device"
+            )
+
+    def stored(self, item: MultimodalDataItem) -> bool:
+        """Tell whether an item's rows are there now; they may be evicted later."""
+        if item.encoded is not None or self.store is None:
+            return item.encoded is not None
+        key = key_of(item)
+        if isinstance(self.store, EncoderPool):
+            return key in self.store
+        pins = Pins(self.store)
+        found = not isinstance(key, Unshared) and pins.pin(key)
+        pins.release()
+        return found
+
     def keeper(self) -> Keeper:
         """Give a keeper for one batch."""
         if self.store is None:
             return _ON_ITEMS
-        self.unfinished.settle()
+        settle_lost()
         if isinstance(self.store, EncoderPool):
             return PoolKeeper(self.store, self.keep_features, self._spent, self._mover)
         return CacheKeeper(self.store, self.keep_features, self._spent)
 
     def keeper_of(self, plan: EncodePlan) -> Keeper:
         """Give the keeper of a plan whose phases are called one by one; made at first use."""
+        if self.store is None:
+            return _ON_ITEMS
         held: dict[str, Any] = vars(plan)
         home, keeper = held.get("_kept", (None, None))
-        if home is not self:
+        if home is not self or keeper.released:
             keeper = self.keeper()
             held["_kept"] = self, keeper
         made: Keeper = keeper
         return made
 
-    def forget(self, plan: EncodePlan) -> None:
-        """End a plan's use of its keeper, which was or will be released."""
-        vars(plan).pop("_kept", None)
+    def take(self, plan: EncodePlan) -> Keeper:
+        """Take a plan's keeper away from it, so that no other thread has it."""
+        home, keeper = vars(plan).pop("_kept", (None, None))
+        if home is not self or keeper.released:
+            return self.keeper()
+        taken: Keeper = keeper
+        return taken
+
+    def put_back(self, plan: EncodePlan, keeper: Keeper) -> None:
+        """Give a plan its keeper back, after a failure."""
+        if self.store is not None:
+            vars(plan).setdefault("_kept", (self, keeper))
 
     def settled(self, plan: EncodePlan, keeper: Keeper) -> None:
         """Hold what later chunks need of a plan's rows, before its keeper is released."""

@@ -141,4 +141,4 @@ def test_a_row_store_in_threads() -> None:
     stats = store.stats()
     assert stats.pinned_bytes == 0
     assert stats.stores == stats.evictions + stats.items
-    assert stats.hits + stats.misses == 300 * THREADS
+    assert stats.hits + stats.misses >= 300 * THREADS  # pins that find nothing are misses too
