@@ -373,6 +373,13 @@ def check_flag(op: str, name: str, value: Any) -> None:
         raise ArgumentError(f"{op}: {name} must be True or False, got {kind_of(value)}.")
 
 
+def check_integer(op: str, name: str, value: Any) -> None:
+    """Raise ArgumentError unless a value is an integer (or a traced one); True and False are none."""
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer, torch.SymInt)):
+        remedy = "; reading it would synchronise with the device" if isinstance(value, torch.Tensor) else ""
+        raise ArgumentError(f"{op}: {name} must be a Python int, got {kind_of(value)}{remedy}.")
+
+
 def check_scalars(scale: Any, causal: Any) -> None:
     """Raise ArgumentError unless ``scale`` is a number or None (or a traced one), and ``causal`` True or False."""
     if isinstance(scale, bool) or not isinstance(scale, (float, int, torch.SymFloat, torch.SymInt, NoneType)):

@@ -82,8 +82,9 @@ class PinnedRing:
                     return slot
             # None there: all are being filled, by other threads.
             if self._made.get(size, 0) < _SLOTS or not slots:
+                slot = _Slot(size, self._device)
                 self._made[size] = self._made.get(size, 0) + 1
-                return _Slot(size, self._device)
+                return slot
             slot = slots.popleft()
         slot.event.synchronize()
         return slot
@@ -144,9 +145,13 @@ class on_loan:
         if self._ring is None:
             return torch.from_numpy(values.copy()).to(self._device)
         slot = self._slot = self._ring.take(values.nbytes)
-        slot.arrays[values.dtype][: values.shape[0]] = values
-        slot.copy.copy_(slot.pinned, non_blocking=True)
-        return slot.tensors[values.dtype]
+        try:
+            slot.arrays[values.dtype][: values.shape[0]] = values
+            slot.copy.copy_(slot.pinned, non_blocking=True)
+            return slot.tensors[values.dtype]
+        except BaseException:  # the block isn't entered, so isn't left
+            self._ring.give_back(slot)
+            raise
 
     def __exit__(self, *error: object) -> None:
         if self._ring is not None:

@@ -4,13 +4,15 @@ It is kept as ranges, ascending and disjoint: what overlaps is resolved here, in
 device is sent ranges too, far fewer bytes than entries, and writes the entries itself where they are needed.
 """
 
+import operator
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from mmgraph.ops.checks import UNUSED_RANGE
+from mmgraph.ops.checks import UNUSED_RANGE, kind_of
 from mmgraph.ops.errors import ArgumentError
 from mmgraph.ops.launching import on_device
 from mmgraph.ops.pinned_ring import on_loan, upload
@@ -23,18 +25,48 @@ _Indices = npt.NDArray[np.int64]
 class RowMap:
     """For each output row the pool row that it takes, or none: then the row is text.
 
+    Made by ``from_ranges``, which takes ranges in any order. The constructor takes them as they are kept, checks that
+    they are so, and copies them.
+
     Attributes:
         num_rows: Rows of the output.
         pool_rows: The number of pool rows that the ranges were checked against.
         ranges: int32 ``[ranges, 3]``, read-only: first row, last row (inclusive) and first pool row of each, ascending
             and disjoint.
+
+    Raises:
+        ArgumentError: The ranges have another shape or dtype, don't ascend, overlap, or have a row outside the output
+            or the pool.
     """
 
     num_rows: int
     pool_rows: int
     ranges: npt.NDArray[np.int32]
-    _entries: list[npt.NDArray[np.int32]] = field(default_factory=list, repr=False)
-    _index: list[npt.NDArray[np.int32]] = field(default_factory=list, repr=False)
+    _entries: list[npt.NDArray[np.int32]] = field(default_factory=list, init=False, repr=False)
+    _index: list[npt.NDArray[np.int32]] = field(default_factory=list, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        num_rows, pool_rows = _counts(self.num_rows, self.pool_rows)
+        given: Any = self.ranges
+        if not isinstance(given, np.ndarray) or given.dtype != np.int32 or given.shape[1:] != (3,):
+            got = f"{given.dtype} {list(given.shape)}" if isinstance(given, np.ndarray) else kind_of(given)
+            raise ArgumentError(
+                f"ranges must be an int32 array [ranges, 3] of first row, last row and first pool row, got {got}; make "
+                "the map with RowMap.from_ranges."
+            )
+        ranges = given.copy()
+        if ranges.shape[0]:
+            first, last, source = ranges.astype(np.int64).T
+            if _is_wrong(num_rows, pool_rows, first, last, source):
+                _diagnose(num_rows, pool_rows, first, last, source)
+            wrong = np.zeros(first.shape, dtype=np.bool_)
+            wrong[1:] = first[1:] <= last[:-1]
+            _check(first, last, wrong, "must begin behind the one before: RowMap.from_ranges takes others")
+        _fill(self, num_rows, pool_rows, ranges)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Through the constructor, since numpy's arrays come back writable; what was made of them is made again.
+        return type(self), (self.num_rows, self.pool_rows, self.ranges)
 
     @classmethod
     def from_ranges(
@@ -59,12 +91,10 @@ class RowMap:
             The frozen map.
 
         Raises:
-            ArgumentError: Lengths differ, a range is empty or reversed, or a row is outside the output or the pool.
+            ArgumentError: A count isn't an integer, an array isn't one of integers, lengths differ, a range is empty or
+                reversed, or a row is outside the output or the pool.
         """
-        if not 0 <= num_rows < 2**31 or not 0 <= pool_rows < 2**31:
-            raise ArgumentError(
-                f"num_rows and pool_rows must be between 0 and 2^31 - 1, got {num_rows} and {pool_rows}."
-            )
+        num_rows, pool_rows = _counts(num_rows, pool_rows)
         first = _as_indices("dst_start", dst_start)
         last = _as_indices("dst_end", dst_end)
         source = _as_indices("src_start", src_start)
@@ -75,17 +105,15 @@ class RowMap:
             )
         ranges = np.empty((first.shape[0], 3), dtype=np.int32)
         if first.shape[0]:
-            extent = last - first  # rows, less one
-            # By subtraction: the sum overflows for a source near the largest integer.
-            room = (pool_rows - 1) - extent - source
-            if min(extent.min(), first.min(), source.min(), room.min(), num_rows - 1 - last.max()) < 0:
+            if _is_wrong(num_rows, pool_rows, first, last, source):
                 _diagnose(num_rows, pool_rows, first, last, source)
             if first.shape[0] > 1 and (first[1:] <= last[:-1]).any():
                 first, last, source = _disjoint(num_rows, first, last, source)
                 ranges = np.empty((first.shape[0], 3), dtype=np.int32)
             ranges[:, 0], ranges[:, 1], ranges[:, 2] = first, last, source
-        ranges.setflags(write=False)
-        return cls(num_rows, pool_rows, ranges)
+        made = object.__new__(cls)  # past the constructor, which would check again
+        _fill(made, num_rows, pool_rows, ranges)
+        return made
 
     @property
     def host(self) -> npt.NDArray[np.int32]:
@@ -159,8 +187,44 @@ _NO_RANGE = np.array([[0, -1, 0]], dtype=np.int32)
 _expand = overload("expand_ranges")
 
 
+def _fill(row_map: RowMap, num_rows: int, pool_rows: int, ranges: npt.NDArray[np.int32]) -> None:
+    """Set the attributes of a map that is being made, with an array of its own."""
+    ranges.setflags(write=False)
+    put = object.__setattr__  # the map is frozen
+    put(row_map, "num_rows", num_rows)
+    put(row_map, "pool_rows", pool_rows)
+    put(row_map, "ranges", ranges)
+    put(row_map, "_entries", [])
+    put(row_map, "_index", [])
+
+
+def _counts(num_rows: Any, pool_rows: Any) -> tuple[int, int]:
+    if type(num_rows) is not int:
+        num_rows = _as_count("num_rows", num_rows)
+    if type(pool_rows) is not int:
+        pool_rows = _as_count("pool_rows", pool_rows)
+    if not 0 <= num_rows < 2**31 or not 0 <= pool_rows < 2**31:
+        raise ArgumentError(
+            f"num_rows and pool_rows must be between 0 and 2^31 - 1, got {num_rows} and {pool_rows}."
+        )
+    return num_rows, pool_rows
+
+
+def _as_count(name: str, value: Any) -> int:
+    # A tensor is an index too, and is read from the device for it.
+    if not isinstance(value, (bool, np.bool_, torch.Tensor)):
+        try:
+            return operator.index(value)
+        except TypeError:
+            pass
+    raise ArgumentError(f"{name} must be an integer, got {kind_of(value)}; convert it with int(...).")
+
+
 def _as_indices(name: str, values: npt.ArrayLike) -> _Indices:
-    array = np.asarray(values)
+    try:
+        array = np.asarray(values)
+    except (TypeError, ValueError, RuntimeError) as error:  # ragged, or a tensor that numpy can't read
+        raise ArgumentError(f"{name} must be a one-dimensional integer array: {error}") from error
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
         raise ArgumentError(
             f"{name} must be a one-dimensional integer array, got {array.dtype} {list(array.shape)}."
@@ -198,24 +262,38 @@ def _disjoint(
     return begins, np.flatnonzero(covered & ends_here), entries[begins]
 
 
+def _is_wrong(num_rows: int, pool_rows: int, first: _Indices, last: _Indices, source: _Indices) -> bool:
+    """Whether one of the ranges, of which there are some, is wrong.
+
+    By comparisons, and a difference that doesn't overflow once they hold.
+    """
+    return bool(
+        first.min() < 0
+        or (first > last).any()
+        or last.max() >= num_rows
+        or source.min() < 0
+        or (source > (pool_rows - 1) - (last - first)).any()
+    )
+
+
 def _diagnose(num_rows: int, pool_rows: int, first: _Indices, last: _Indices, source: _Indices) -> None:
     """Raise the error of ranges of which one is wrong."""
-    lengths = last - first + 1
-    _check(first, last, lengths <= 0, "must not be empty: dst_end is inclusive and at least dst_start")
+    _check(first, last, last < first, "must not be empty: dst_end is inclusive and at least dst_start")
     _check(first, last, (first < 0) | (last >= num_rows), f"must lie inside the {num_rows} output rows")
-    outside = (source < 0) | (source > pool_rows - lengths)
-    source_last = source + lengths - 1
-    _check(source, source_last, outside, f"must lie inside the {pool_rows} pool rows", what="source")
+    extent = last - first  # rows, less one; they are inside the output by now
+    outside = (source < 0) | (source > (pool_rows - 1) - extent)
+    if outside.any():
+        index = int(np.argmax(outside))
+        begin = int(source[index])
+        raise ArgumentError(
+            f"a source range must lie inside the {pool_rows} pool rows; range {index} is rows {begin} to "
+            f"{begin + int(extent[index])}."
+        )
 
 
-def _check(
-    first: _Indices,
-    last: _Indices,
-    wrong: npt.NDArray[np.bool_],
-    rule: str,
-    *,
-    what: str = "destination",
-) -> None:
+def _check(first: _Indices, last: _Indices, wrong: npt.NDArray[np.bool_], rule: str) -> None:
     if wrong.any():
         index = int(np.argmax(wrong))
-        raise ArgumentError(f"a {what} range {rule}; range {index} is rows {first[index]} to {last[index]}.")
+        raise ArgumentError(
+            f"a destination range {rule}; range {index} is rows {first[index]} to {last[index]}."
+        )

@@ -7,7 +7,15 @@ import torch
 
 from mmgraph.ops import checks
 from mmgraph.ops.assembly import cuda
-from mmgraph.ops.assembly.gather import Gather, can_gather, check_texts, checked_parts, gather, joined
+from mmgraph.ops.assembly.gather import (
+    Gather,
+    can_gather,
+    check_dense,
+    check_texts,
+    checked_parts,
+    gather,
+    joined,
+)
 from mmgraph.ops.errors import ArgumentError
 from mmgraph.ops.overlap import check_no_overlap
 from mmgraph.ops.registration import mark_written, overload
@@ -78,7 +86,7 @@ def assemble_embeddings(
         input_ids: int32 or int64 ``[T]``.
         table: The text embedding's weight, floating point ``[V, H]``.
         pool: Rows to put in, floating point ``[R, H]``, cast to the table's dtype on the way. R may be 0. Or a list of
-            such matrices, of any dtypes; R is then the sum of their rows.
+            such matrices, dense and of any dtypes; R is then the sum of their rows.
         row_map: A ``RowMap``, or int32 ``[T]`` on the same device.
         strict: Ids outside the vocabulary in rows that aren't covered are errors.
 
@@ -91,6 +99,8 @@ def assemble_embeddings(
             out as zeros (ids: clamped) and ``check_errors`` raises it.
         DuringCaptureError: A ``RowMap`` while a graph is being captured.
     """
+    if strict is not False:
+        checks.check_flag("assemble_embeddings", "strict", strict)
     if isinstance(row_map, RowMap) or not isinstance(pool, torch.Tensor):
         parts = _parts_of("assemble_embeddings", pool, row_map)
         checks.check_tensors("assemble_embeddings", input_ids=input_ids, table=table)
@@ -102,7 +112,7 @@ def assemble_embeddings(
                 made: torch.Tensor = Gather.apply(input_ids, table, row_map, checked, strict, *parts)
                 return made
             return gather(input_ids, table, checked, row_map, strict)
-        pool = _joined("assemble_embeddings", table, pool, parts, row_map)
+        pool = _joined("assemble_embeddings", input_ids, table, pool, parts, row_map)
     checks.check_tensors("assemble_embeddings", input_ids=input_ids, table=table, pool=pool)
     checks.refuse_forward_mode("assemble_embeddings", table, pool)
     index = _map_tensor(row_map, pool)
@@ -117,6 +127,7 @@ def assemble_embeddings(
 
 def _joined(
     op: str,
+    input_ids: torch.Tensor,
     table: torch.Tensor,
     pool: torch.Tensor | Sequence[torch.Tensor],
     parts: list[torch.Tensor],
@@ -125,8 +136,10 @@ def _joined(
     """The pool as one tensor."""
     if isinstance(pool, torch.Tensor):
         return pool
-    if isinstance(row_map, RowMap) and table.dim() == 2:
+    if isinstance(row_map, RowMap):
+        check_texts(op, input_ids, table, row_map)
         checked_parts(op, table, parts, row_map)
+        check_dense(op, parts)
     return joined(table, parts)
 
 
@@ -157,11 +170,13 @@ def assemble_embeddings_out(
         DuringCaptureError: A ``RowMap`` while a graph is being captured.
     """
     op = "assemble_embeddings_out"
+    if strict is not False:
+        checks.check_flag(op, "strict", strict)
     parts = _parts_of(op, pool, row_map)
     checks.check_tensors(op, input_ids=input_ids, table=table, out=out)
     gathering = isinstance(row_map, RowMap) and can_gather(input_ids, table, [*parts, out])
     if not isinstance(pool, torch.Tensor) and not gathering:
-        pool = _joined(op, table, pool, parts, row_map)
+        pool = _joined(op, input_ids, table, pool, parts, row_map)
         parts = [pool]
     checks.check_tensors(op, pool=parts[0] if parts else table)
     checks.refuse_forward_mode(op, table, *parts, out)
@@ -182,6 +197,8 @@ def assemble_embeddings_out(
         else:
             out.copy_(gather(input_ids, table, checked, row_map, strict))
         return
+    if not torch.compiler.is_compiling() and out.is_neg():
+        raise ArgumentError(f"{op}: out must not be lazily negated (Tensor.is_neg); give it memory of its own.")
     _assemble_out(input_ids, table, parts[0], _map_tensor(row_map, parts[0]), strict, out=out)
 
 
@@ -235,6 +252,8 @@ def deepstack_add(
             ``check_errors`` raises it.
     """
     checks.check_tensors("deepstack_add", hidden=hidden, pool=pool)
+    if type(level) is not int:
+        checks.check_integer("deepstack_add", "level", level)
     checks.refuse_forward_mode("deepstack_add", hidden, pool)
     index = _map_tensor(row_map, pool)
     if checks.needs_gradient(hidden, pool):
@@ -263,6 +282,8 @@ def deepstack_add_(
     """
     op = "deepstack_add_"
     checks.check_tensors(op, hidden=hidden, pool=pool)
+    if type(level) is not int:
+        checks.check_integer(op, "level", level)
     checks.refuse_forward_mode(op, hidden, pool)
     remedy = "use deepstack_add, or call it under torch.no_grad()."
     checks.refuse_traced_transforms(op, remedy)
@@ -300,16 +321,19 @@ def expand_ranges(ranges: torch.Tensor, num_rows: int) -> torch.Tensor:
 
     Args:
         ranges: int32 ``[n, 3]``: first row, last row (inclusive) and first pool row of each; ascending and disjoint.
-            Unused ones lie behind the others and begin at 2^31 - 1, as ``RowMap.padded_ranges`` gives them.
+            Unused ones lie behind the others and begin at 2^31 - 1, as ``RowMap.padded_ranges`` gives them. The pool's
+            size isn't known here: pool rows are between 0 and 2^31 - 1.
         num_rows: Rows of the map.
 
     Returns:
         int32 ``[num_rows]``: a pool row, or -1.
 
     Raises:
-        ArgumentError: A shape or dtype doesn't fit.
-        DataError: On CPU, ranges that don't ascend, overlap or end outside the rows. On CUDA ``check_errors`` raises
-            it; rows that no range claims wrongly are right.
+        ArgumentError: A shape or dtype doesn't fit, or ``num_rows`` is no integer.
+        DataError: On CPU, ranges that don't ascend, overlap, end outside the rows, come after an unused one, or take
+            pool rows outside 32 bits. On CUDA ``check_errors`` raises it; rows that no range claims wrongly are right.
     """
     checks.check_tensors("expand_ranges", ranges=ranges)
+    if type(num_rows) is not int:
+        checks.check_integer("expand_ranges", "num_rows", num_rows)
     return _expand(ranges, num_rows)

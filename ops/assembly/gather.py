@@ -6,7 +6,8 @@ transforms, traces or subclasses, and on a CPU, the parts are joined and the op 
 """
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from functools import reduce
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,6 +31,7 @@ _WIDEST = 16  # bytes of a load
 _BEYOND = 2**62
 _ID_FAULT = int(Fault.ASSEMBLE_ID)
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
+_is_neg = torch.Tensor.is_neg
 
 _backward = overload("assemble_embeddings_backward")
 
@@ -58,14 +60,25 @@ def can_gather(input_ids: Tensor, table: Tensor, tensors: Sequence[Tensor]) -> b
         and type(input_ids) in _PLAIN
         and type(table) in _PLAIN
         and _PLAIN.issuperset(map(type, tensors))
+        # A tensor that is lazily negated holds the other sign in memory; PyTorch's dispatcher resolves it for an op.
+        and not (table.is_neg() or input_ids.is_neg() or any(map(_is_neg, tensors)))
     )
 
 
 def joined(table: Tensor, tensors: Sequence[Tensor]) -> Tensor:
-    """The tensors as one pool; no copy where there is one alone."""
+    """The tensors as one pool, in a dtype that holds the values of each; no copy where there is one alone."""
     if len(tensors) == 1:
         return tensors[0]
-    return torch.cat(list(tensors)) if tensors else table.new_empty((0, table.shape[1]))
+    if not tensors:
+        return table.new_empty((0, table.shape[1]))
+    check_dense("assemble_embeddings", tensors)
+    dtype = _common_dtype([one.dtype for one in tensors])
+    return torch.cat([one.to(dtype) for one in tensors])
+
+
+def _common_dtype(dtypes: Iterable[torch.dtype]) -> torch.dtype:
+    """A dtype that holds the values of all; PyTorch promotes none of 8 bits, whose values float32 holds."""
+    return reduce(torch.promote_types, [torch.float32 if one.itemsize == 1 else one for one in dtypes])
 
 
 def checked_parts(op: str, table: Tensor, tensors: list[Any], row_map: RowMap) -> Parts:
@@ -76,18 +89,25 @@ def checked_parts(op: str, table: Tensor, tensors: list[Any], row_map: RowMap) -
     if len(tensors) == 1 and isinstance(tensors[0], torch.Tensor):
         (one,) = tensors
         if (
-            one.dim() == 2
+            one.layout is torch.strided
+            and not one.is_nested
+            and one.dim() == 2
             and one.shape[1] == table.shape[1]
             and one.is_floating_point()
             and one.device == table.device
             and row_map.pool_rows <= one.shape[0]
         ):
             return Parts(tensors, [one.shape[0]], [one.dtype])
+        check_dense(op, tensors)
     types = set(map(type, tensors))
     if not all(issubclass(kind, torch.Tensor) for kind in types):
         index = next(i for i, one in enumerate(tensors) if not isinstance(one, torch.Tensor))
         raise ArgumentError(f"{op}: pool[{index}] must be a torch.Tensor, got {type(tensors[index]).__name__}.")
-    shapes = list(map(torch.Tensor.size, tensors))
+    try:
+        shapes = list(map(torch.Tensor.size, tensors))
+    except RuntimeError:  # a nested tensor has no sizes
+        check_dense(op, tensors)
+        raise
     kinds = list(dict.fromkeys([one.dtype for one in tensors]))
     width, device = table.shape[1], table.get_device()
     rows = [shape[0] for shape in shapes if len(shape) == 2 and shape[1] == width]
@@ -102,6 +122,14 @@ def checked_parts(op: str, table: Tensor, tensors: list[Any], row_map: RowMap) -
             f"{op}: row_map was built for a pool of {row_map.pool_rows} rows, but the pool has {sum(rows)}."
         )
     return Parts(tensors, rows, kinds)
+
+
+def check_dense(op: str, tensors: Sequence[Tensor]) -> None:
+    """Check that no tensor is sparse or nested; where addresses are taken, asked only once that has failed."""
+    for index, one in enumerate(tensors):
+        if one.layout is not torch.strided or one.is_nested:
+            kind = "a nested tensor" if one.is_nested else f"one of layout {one.layout}"
+            raise ArgumentError(f"{op}: pool[{index}] must be a dense tensor, got {kind}; make it dense.")
 
 
 def _diagnose(op: str, table: Tensor, tensors: list[Tensor]) -> None:
@@ -192,22 +220,28 @@ def _lists(
 ) -> tuple[npt.NDArray[np.int64], int, list[Tensor]]:
     """What the kernel reads of tensors and ranges; what all addresses divide by; the tensors, copied if need be."""
     tensors, kinds = parts.tensors, parts.kinds
+    try:
+        alike = len(kinds) == 1 and all(map(torch.Tensor.is_contiguous, tensors))
+        tensors = tensors if alike else [adjacent(one) for one in tensors]
+        addresses = list(map(torch.Tensor.data_ptr, tensors))
+    except RuntimeError:  # a sparse tensor has no strides, and no address
+        check_dense("assemble_embeddings", tensors)
+        raise
     size = 4 * (len(tensors) + 1)
     made = np.empty(size + ranges + index.shape[0], dtype=np.int64)
     table = made[:size].reshape(-1, 4)
     table[-1] = (_BEYOND, 0, 0, 0)
-    if len(kinds) == 1 and all(map(torch.Tensor.is_contiguous, tensors)):
+    if alike:
         steps = tensors[0].shape[1] * tensors[0].element_size()
         table[:, 2] = steps
         table[:, 3] = 0
     else:
-        tensors = [adjacent(one) for one in tensors]
         table[:-1, 2] = [row_stride(one) * one.element_size() for one in tensors]
         table[:-1, 3] = [kinds.index(one.dtype) for one in tensors]
         steps = int(np.bitwise_or.reduce(table[:-1, 2]))
     firsts = list(itertools.accumulate(parts.rows[:-1], initial=0))
     table[:-1, 0] = firsts
-    table[:-1, 1] = list(map(torch.Tensor.data_ptr, tensors))
+    table[:-1, 1] = addresses
     # The owner of each range's first row, the last of the tensors that begin there: others of them have no rows.
     made[size : size + ranges] = np.searchsorted(table[:-1, 0], index[2 : 3 * ranges : 3], side="right") - 1
     made[size + ranges :] = index
@@ -245,9 +279,7 @@ class Gather(torch.autograd.Function):
         """One gradient per input; the parts' are views of one buffer where they share a dtype."""
         (input_ids,) = ctx.saved_tensors
         need_table, needs = ctx.needs_input_grad[1], ctx.needs_input_grad[5:]
-        dtype = ctx.dtypes[0] if ctx.dtypes else ctx.table_dtype
-        for one in ctx.dtypes:
-            dtype = torch.promote_types(dtype, one)
+        dtype = _common_dtype(dict.fromkeys(ctx.dtypes)) if ctx.dtypes else ctx.table_dtype
         grad_table, grad_pool = _backward(
             grad,
             input_ids,

@@ -257,7 +257,7 @@ def expand_kernel(
 ):
     """Entries of a row map from ranges ``[count, 3]``: first row, last row, first pool row; and a check of the ranges.
 
-    Ranges ascend; those that begin beyond every row are padding.
+    Ranges ascend; those that begin beyond every row are padding. Entries are of 32 bits, so pool rows must be too.
     """
     entries = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     if count > 0:
@@ -277,8 +277,15 @@ def expand_kernel(
         here = entries < count
         first = tl.load(ranges_ptr + entries * 3, mask=here, other=0)
         last = tl.load(ranges_ptr + entries * 3 + 1, mask=here, other=0)
-        before = tl.load(ranges_ptr + entries * 3 - 2, mask=here & (entries > 0), other=-1)
-        wrong = here & (first < rows) & ((first <= before) | (last < first) | (last >= rows))
+        source = tl.load(ranges_ptr + entries * 3 + 2, mask=here, other=0)
+        follows = here & (entries > 0)
+        before = tl.load(ranges_ptr + entries * 3 - 2, mask=follows, other=-1)
+        # An unused one may end anywhere, but its beginning is behind every used one.
+        before = tl.maximum(before, tl.load(ranges_ptr + entries * 3 - 3, mask=follows, other=-1))
+        wrong = (first <= before) | (last < first) | (last >= rows)
+        # The difference doesn't overflow where the rest holds.
+        wrong = wrong | (source < 0) | (source > 0x7FFFFFFF - (last - first))
+        wrong = wrong & here & (first < rows)
         wrong = wrong | (here & (first >= rows) & (first < 0x7FFFFFFF))
         if tl.max(wrong.to(tl.int32), 0) > 0:
             worst = tl.min(tl.where(wrong, entries, 0x7FFFFFFF), 0)

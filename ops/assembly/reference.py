@@ -11,6 +11,8 @@ from mmgraph.ops.overlap import check_no_overlap
 
 Tensor = torch.Tensor
 
+_LARGEST_SOURCE = 2**31 - 1  # a row map's entries are of 32 bits
+
 
 def assemble(input_ids: Tensor, table: Tensor, pool: Tensor, row_map: Tensor, strict: bool) -> Tensor:
     """Row i is ``pool[row_map[i]]`` where that is not negative, else the table's row of ``input_ids[i]``."""
@@ -113,12 +115,19 @@ def expand_ranges(ranges: Tensor, num_rows: int) -> Tensor:
     before = -1
     for index, (first, last, source) in enumerate(ranges.tolist()):
         if first == checks.UNUSED_RANGE:
+            before = first  # none may follow that is used
             continue
         if first <= before or last < first or last >= num_rows:
             raise DataError(
                 f"expand_ranges: ranges must ascend, not overlap, and end inside the {num_rows} rows; range {index} is "
                 f"rows {first} to {last}. Unused ranges go last and begin at {checks.UNUSED_RANGE}."
             )
-        out[first : last + 1] = torch.arange(source, source + last - first + 1, dtype=out.dtype)
+        source_last = source + last - first
+        if source < 0 or source_last > _LARGEST_SOURCE:
+            raise DataError(
+                f"expand_ranges: pool rows must be between 0 and {_LARGEST_SOURCE}; range {index}, rows {first} to "
+                f"{last}, takes the pool's {source} to {source_last}."
+            )
+        out[first : last + 1] = torch.arange(source, source_last + 1, dtype=out.dtype)
         before = last
     return out

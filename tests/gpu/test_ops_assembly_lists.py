@@ -306,7 +306,17 @@ def test_wrong_data_is_recorded_and_harms_nothing():
     with pytest.raises(ops.DeviceError, match=r"store_rows: a place was outside.*\(2 such"):
         ops.check_errors()
     assert buffer.sum(1).tolist() == [0, 0, 0, 0, 64]
-    for wrong in ([[0, 3, 0], [3, 4, 0]], [[2, 1, 0]], [[0, 10, 0]], [[5, 6, 0], [1, 2, 0]], [[-1, 2, 0]]):
+    unused = 2**31 - 1
+    for wrong in (
+        [[0, 3, 0], [3, 4, 0]],
+        [[2, 1, 0]],
+        [[0, 10, 0]],
+        [[5, 6, 0], [1, 2, 0]],
+        [[-1, 2, 0]],
+        [[unused, 0, 0], [1, 2, 0]],
+        [[1, 2, -1]],
+        [[1, 2, unused]],
+    ):
         ops.expand_ranges(torch.tensor(wrong, dtype=torch.int32, device="cuda"), 10)
         with pytest.raises(ops.DeviceError, match="must ascend"):
             ops.check_errors()
@@ -316,6 +326,53 @@ def test_wrong_data_is_recorded_and_harms_nothing():
     ops.assemble_embeddings(ids, table, [rows], row_map, strict=True)
     with pytest.raises(ops.DeviceError, match="row 1 had id 99"):
         ops.check_errors()
+
+
+def test_lazily_negated_tensors_keep_their_sign():
+    ids, table, parts, row_map = draw(8, 40, 16, (5, 7), (torch.float32,), torch.float32, (0,))
+    ids, table, parts = ids.cuda(), table.cuda(), [part.cuda() for part in parts]
+    expected = -ops.assemble_embeddings(ids, table, parts, row_map)
+    table, parts = torch._neg_view(table), [torch._neg_view(part) for part in parts]
+    assert torch.equal(ops.assemble_embeddings(ids, table, parts, row_map), expected)
+    pool = torch._neg_view(-torch.cat(parts))
+    assert pool.is_neg()
+    for entries in (row_map, row_map.to("cuda"), torch._neg_view(-row_map.to("cuda"))):
+        assert torch.equal(ops.assemble_embeddings(ids, table, pool, entries), expected)
+        assert torch.equal(ops.assemble_embeddings(torch._neg_view(-ids), table, pool, entries), expected)
+    out = torch.empty_like(expected)
+    ops.assemble_embeddings_out(ids, table, parts, row_map, out=out)
+    assert torch.equal(out, expected)
+    negated = torch._neg_view(torch.empty_like(expected))
+    with pytest.raises(ops.ArgumentError, match="out must not be lazily negated"):
+        ops.assemble_embeddings_out(ids, table, parts, row_map, out=negated)
+
+
+def test_lists_with_8_bits_equal_the_cpu():
+    for dtypes in (
+        (torch.float8_e4m3fn,),
+        (torch.float8_e5m2, torch.bfloat16),
+        (torch.float8_e4m3fn, torch.float8_e5m2),
+    ):
+        ids, table, parts, row_map = draw(9, 40, 16, (5, 7), dtypes, torch.float32, (0,))
+        expected = ops.assemble_embeddings(ids, table, parts, row_map)
+        moved = [part.cuda().requires_grad_() for part in parts]
+        got = ops.assemble_embeddings(ids.cuda(), table.cuda(), moved, row_map)
+        assert torch.equal(got.detach().cpu(), expected)
+        got.sum().backward()
+        counts = torch.bincount(torch.from_numpy(row_map.host[row_map.host >= 0]).long(), minlength=12).float()
+        for part, count in zip(moved, counts.split([5, 7]), strict=True):
+            assert part.grad.dtype == part.dtype
+            assert torch.equal(part.grad.float().cpu(), count[:, None].expand(-1, 16).to(part.dtype).float())
+
+
+def test_sparse_parts_are_refused():
+    ids, table, parts, row_map = draw(10, 40, 16, (5, 7), (torch.float32,), torch.float32, (0,))
+    ids, table, parts = ids.cuda(), table.cuda(), [part.cuda() for part in parts]
+    expected = ops.assemble_embeddings(ids, table, parts, row_map)
+    for other in (parts[1].to_sparse(), parts[1].to_sparse_csr(), parts[1].double().to_sparse()):
+        with pytest.raises(ops.ArgumentError, match=r"pool\[1\] must be a dense tensor"):
+            ops.assemble_embeddings(ids, table, [parts[0], other], row_map)
+        assert torch.equal(ops.assemble_embeddings(ids, table, parts, row_map), expected)
 
 
 def test_traces_transforms_and_subclasses_take_the_op():

@@ -8,6 +8,7 @@ import itertools
 import os
 
 import numpy as np
+import pytest
 import torch
 from interpreting import allow_new_numpy, expect
 
@@ -81,9 +82,30 @@ def ranges():
             assert np.array_equal(got.numpy(), row_map.host)
             assert torch.equal(plain.expand_ranges(padded, rows), got)
     ops.check_errors()
-    for wrong in ([[0, 3, 0], [3, 4, 0]], [[2, 1, 0]], [[0, 10, 0]], [[5, 6, 0], [1, 2, 0]], [[-1, 2, 0]]):
+    unused = 2**31 - 1
+    for right in ([[0, 1, unused - 1]], [[0, 1, 5], [unused, 0, -1], [unused, 0, 0]]):
+        tensor = torch.tensor(right, dtype=torch.int32)
+        assert torch.equal(kernels.expand_ranges(tensor, 10), plain.expand_ranges(tensor, 10))
+    ops.check_errors()
+    for wrong in (
+        [[0, 3, 0], [3, 4, 0]],
+        [[2, 1, 0]],
+        [[0, 10, 0]],
+        [[5, 6, 0], [1, 2, 0]],
+        [[-1, 2, 0]],
+        [[unused] * 3, [1, 2, 0]],
+        [[unused, 0, 0], [1, 2, 0]],
+        [[0, 0, 0], [unused, -5, 0], [1, 2, 0]],
+        [[1, 2, -1]],
+        [[0, 0, 0], [1, 2, -unused - 1]],
+        [[1, 2, unused]],
+        [[0, 9, unused - 8]],
+    ):
         tensor = torch.tensor(wrong, dtype=torch.int32)
-        expect("must ascend", lambda tensor=tensor: kernels.expand_ranges(tensor, 10))
+        row = len(wrong) - 1
+        expect(rf"must ascend.*range {row} begins", lambda tensor=tensor: kernels.expand_ranges(tensor, 10))
+        with pytest.raises(ops.DataError, match=f"range {row}[ ,]"):
+            plain.expand_ranges(tensor, 10)
 
 
 def places():

@@ -1,5 +1,9 @@
 """Invariant: each wrong argument of the assembly ops has its own clear error, and the next good call works."""
 
+import copy
+import dataclasses
+import pickle
+
 import numpy as np
 import pytest
 import torch
@@ -182,6 +186,9 @@ def test_deepstack_refuses(pool, row_map, level, error, words):
     good()
 
 
+HUGE = 2**63 - 1
+
+
 @pytest.mark.parametrize(
     ("ranges", "words"),
     [
@@ -193,12 +200,163 @@ def test_deepstack_refuses(pool, row_map, level, error, words):
         (([0, 1], [0], [0]), "one entry per range, got 2, 1 and 1"),
         (([0.5], [1], [0]), "dst_start must be a one-dimensional integer"),
         (([[0]], [[1]], [[0]]), "dst_start must be a one-dimensional integer"),
+        (([0, [1, 2]], [1], [0]), "dst_start must be a one-dimensional integer"),
+        (([0], [True], [0]), "dst_end must be a one-dimensional integer"),
+        (([0], [1], None), "src_start must be a one-dimensional integer"),
+        (([0], [1], torch.ones(1, requires_grad=True)), "src_start must be a one-dimensional integer"),
+        # What overflows 64 bits where it is added or subtracted.
+        (
+            ([0], [2], [HUGE]),
+            f"source range must lie inside the 5 pool rows; range 0 is rows {HUGE} to {HUGE + 2}",
+        ),
+        (([HUGE, 1], [-HUGE - 1, 2], [0, 2]), f"must not be empty.*range 0 is rows {HUGE} to {-HUGE - 1}"),
+        (([1], [-HUGE - 1], [0]), "must not be empty"),
+        (([-HUGE - 1], [2], [0]), "destination range must lie inside"),
+        (([-HUGE - 1], [HUGE], [-HUGE - 1]), "destination range must lie inside"),
+        (([0], [1], [-HUGE - 1]), "source range must lie inside"),
+        ((np.array([2**64 - 1], dtype=np.uint64), [1], [0]), "destination range must lie inside"),
     ],
 )
 def test_a_row_map_refuses_ranges_out_of_bounds(ranges, words):
     with pytest.raises(ops.ArgumentError, match=words):
         ops.RowMap.from_ranges(3, *ranges, pool_rows=5)
     assert ops.RowMap.from_ranges(3, [1], [2], [3], pool_rows=5).host.tolist() == [-1, 3, 4]
+
+
+@pytest.mark.parametrize("pool_rows", [0, 1, 5])
+@pytest.mark.parametrize("source", [HUGE, HUGE - 1, HUGE - 5])
+def test_a_range_longer_than_the_pool_is_outside_it_from_any_source(pool_rows, source):
+    with pytest.raises(
+        ops.ArgumentError, match=f"must lie inside the {pool_rows} pool rows; range 0 is rows {source}"
+    ):
+        ops.RowMap.from_ranges(10, [0], [5], [source], pool_rows=pool_rows)
+
+
+@pytest.mark.parametrize(
+    ("count", "kind"),
+    [
+        (None, "NoneType"),
+        ("6", "str"),
+        (6.0, "float"),
+        (8.5, "float"),
+        (True, "bool"),
+        (np.True_, "bool"),
+        (torch.tensor(6), "Tensor"),
+    ],
+)
+def test_a_row_map_refuses_counts_that_are_no_integers(count, kind):
+    for name, make in (
+        ("num_rows", lambda: ops.RowMap.from_ranges(count, [0], [0], [0], pool_rows=6)),
+        ("pool_rows", lambda: ops.RowMap.from_ranges(6, [0], [0], [0], pool_rows=count)),
+        ("num_rows", lambda: ops.RowMap(count, 6, RANGES)),
+        ("pool_rows", lambda: ops.RowMap(6, count, RANGES)),
+    ):
+        with pytest.raises(ops.ArgumentError, match=rf"{name} must be an integer, got (numpy\.)?{kind}"):
+            make()
+
+
+def test_a_row_map_makes_pythons_integers_of_numpys():
+    for row_map in (
+        ops.RowMap.from_ranges(np.int64(3), [1], [1], [0], pool_rows=np.uint8(5)),
+        ops.RowMap(np.int64(3), np.uint8(5), RANGES),
+    ):
+        assert type(row_map.num_rows) is type(row_map.pool_rows) is int
+        assert (row_map.num_rows, row_map.pool_rows) == (3, 5)
+
+
+RANGES = np.array([[0, 1, 2], [2, 2, 0]], dtype=np.int32)
+
+
+@pytest.mark.parametrize(
+    ("ranges", "words"),
+    [
+        (RANGES.astype(np.int64), r"int32 array \[ranges, 3\].*got int64 \[2, 3\]"),
+        (RANGES[0], r"int32 array \[ranges, 3\].*got int32 \[3\]"),
+        (RANGES[:, :2], r"got int32 \[2, 2\]"),
+        (RANGES.tolist(), "got list"),
+        (RANGES[::-1], "must begin behind the one before.*range 1 is rows 0 to 1"),
+        (
+            np.array([[0, 1, 2], [1, 2, 0]], dtype=np.int32),
+            "must begin behind the one before.*range 1 is rows 1 to 2",
+        ),
+        (np.array([[0, 3, 0]], dtype=np.int32), "must lie inside the 3 output rows"),
+        (np.array([[-1, 0, 0]], dtype=np.int32), "must lie inside the 3 output rows"),
+        (np.array([[1, 0, 0]], dtype=np.int32), "must not be empty"),
+        (np.array([[0, 1, 4]], dtype=np.int32), "must lie inside the 5 pool rows; range 0 is rows 4 to 5"),
+        (np.array([[0, 1, -1]], dtype=np.int32), "must lie inside the 5 pool rows"),
+    ],
+)
+def test_the_constructor_refuses_ranges_that_are_not_as_they_are_kept(ranges, words):
+    with pytest.raises(ops.ArgumentError, match=words):
+        ops.RowMap(3, 5, ranges)
+
+
+def test_the_constructor_keeps_a_copy_and_nothing_that_was_made_of_another_map():
+    given = RANGES.copy()
+    row_map = ops.RowMap(3, 5, given)
+    given[0] = 9
+    assert row_map.host.tolist() == [2, 3, 0]
+    assert row_map.index().tolist()[:6] == RANGES.reshape(-1).tolist()
+    with pytest.raises(ValueError, match="read-only"):
+        row_map.ranges[0, 0] = 1
+    longer = dataclasses.replace(row_map, num_rows=70)
+    assert longer.host.tolist() == [2, 3, 0] + [-1] * 67
+    assert longer.index().shape == (3 * 3 + 2,)
+    other = dataclasses.replace(row_map, ranges=RANGES[1:])
+    assert other.host.tolist() == [-1, -1, 0]
+    with pytest.raises(ops.ArgumentError, match="must lie inside the 2 output rows"):
+        dataclasses.replace(row_map, num_rows=2)
+    assert ops.RowMap(3, 0, RANGES[:0]).host.tolist() == [-1] * 3
+    with pytest.raises(TypeError):
+        ops.RowMap(3, 5, RANGES, [row_map.host])  # entries are never given
+
+
+@pytest.mark.parametrize(
+    "again", [copy.copy, copy.deepcopy, *(lambda m, n=n: pickle.loads(pickle.dumps(m, n)) for n in range(2, 6))]
+)
+def test_a_row_map_that_was_pickled_or_copied_is_the_same_and_frozen(again):
+    for row_map in (ops.RowMap.from_ranges(3, [1], [2], [3], pool_rows=5), ops.RowMap(3, 5, RANGES)):
+        expected, index = row_map.host.tolist(), row_map.index().tolist()
+        got = again(row_map)
+        assert type(got) is ops.RowMap
+        assert (got.num_rows, got.pool_rows) == (3, 5)
+        with pytest.raises(ValueError, match="read-only"):
+            got.ranges[0, 0] = 2
+        with pytest.raises(ValueError, match="read-only"):
+            got.host[0] = 2
+        assert got.host.tolist() == expected
+        assert got.index().tolist() == index
+
+
+@pytest.mark.parametrize("flag", ["no", 0, None, np.True_, torch.tensor(True)])
+@pytest.mark.parametrize("pool", [POOL, [POOL]])
+def test_strict_must_be_true_or_false(flag, pool):
+    row_map = MAP if isinstance(pool, torch.Tensor) else ops.RowMap.from_ranges(3, [1], [1], [2], pool_rows=3)
+    with pytest.raises(ops.ArgumentError, match="assemble_embeddings: strict must be True or False, got"):
+        ops.assemble_embeddings(IDS, TABLE, pool, row_map, strict=flag)
+    with pytest.raises(ops.ArgumentError, match="assemble_embeddings_out: strict must be True or False, got"):
+        ops.assemble_embeddings_out(IDS, TABLE, pool, row_map, out=torch.empty(3, 2), strict=flag)
+    good()
+
+
+@pytest.mark.parametrize(
+    ("number", "kind"),
+    [(1.0, "float"), (True, "bool"), ("1", "str"), (None, "NoneType"), (torch.tensor(1), "Tensor; reading it")],
+)
+def test_levels_and_rows_must_be_integers(number, kind):
+    pool = torch.zeros(3, 4)
+    for name, call in (
+        ("deepstack_add: level", lambda: ops.deepstack_add(TABLE[:3], pool, MAP, number)),
+        ("deepstack_add_: level", lambda: ops.deepstack_add_(TABLE[:3].clone(), pool, MAP, number)),
+        (
+            "expand_ranges: num_rows",
+            lambda: ops.expand_ranges(torch.zeros(0, 3, dtype=torch.int32), number),
+        ),
+    ):
+        with pytest.raises(ops.ArgumentError, match=f"{name} must be a Python int, got {kind}"):
+            call()
+    assert torch.equal(ops.deepstack_add(TABLE[:3], pool, MAP, np.int64(1)), TABLE[:3])
+    assert ops.expand_ranges(torch.zeros(0, 3, dtype=torch.int32), np.int32(2)).tolist() == [-1, -1]
 
 
 def test_a_row_map_is_frozen_and_knows_its_pool():

@@ -4,6 +4,7 @@ On a CPU, where the reference runs; the kernels are compared with it in interpre
 """
 
 import itertools
+import warnings
 
 import numpy as np
 import pytest
@@ -19,6 +20,11 @@ IDS = torch.tensor([0, 9, 2, -3, 1])
 TABLE = torch.arange(12.0).reshape(4, 3)
 PARTS = [torch.full((2, 3), 10.0), torch.full((0, 3), 0.0), torch.full((3, 3), 20.0, dtype=torch.float64)]
 MAP = ops.RowMap.from_ranges(5, [1], [3], [1], pool_rows=5)
+FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+with warnings.catch_warnings():  # both are called prototypes
+    warnings.simplefilter("ignore")
+    NESTED = torch.nested.nested_tensor([torch.ones(3), torch.ones(2)])
+    JAGGED = torch.nested.nested_tensor([torch.ones(3), torch.ones(2)], layout=torch.jagged)
 
 
 def test_a_list_is_as_its_concatenation():
@@ -28,6 +34,94 @@ def test_a_list_is_as_its_concatenation():
     out = torch.empty(5, 3)
     ops.assemble_embeddings_out(IDS, TABLE, PARTS, MAP, out=out)
     assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize("table_dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize(
+    "dtypes", [*itertools.product(FLOAT8, (torch.float16, torch.float64)), FLOAT8, FLOAT8[:1] * 2]
+)
+def test_parts_of_8_bits_are_cast_once(table_dtype, dtypes):
+    g = torch.Generator().manual_seed(0)
+    parts = [
+        (torch.randn(size, 3, generator=g) * 9).to(dtype) for size, dtype in zip((2, 3), dtypes, strict=True)
+    ]
+    table = TABLE.to(table_dtype)
+    direct = torch.cat([part.to(table_dtype) for part in parts])
+    expected = torch.stack([table[0], *direct[1:4], table[1]])
+    assert torch.equal(ops.assemble_embeddings(IDS, table, parts, MAP), expected)
+
+
+def test_a_list_with_8_bits_has_its_gradient():
+    parts = [PARTS[0].to(FLOAT8[0]).requires_grad_(), torch.zeros(3, 3, dtype=torch.bfloat16).requires_grad_()]
+    ops.assemble_embeddings(IDS, TABLE, parts, MAP).sum().backward()
+    assert [part.grad.dtype for part in parts] == [FLOAT8[0], torch.bfloat16]
+    assert [part.grad.float().sum(1).tolist() for part in parts] == [[0, 3], [3, 3, 0]]
+
+
+@pytest.fixture
+def seeming_cuda(monkeypatch):
+    """Tensors say that they lie on a GPU."""
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+
+
+@pytest.mark.parametrize("dtypes", [(torch.float32,), (*FLOAT8,), (FLOAT8[1], torch.float64), FLOAT8[:1]])
+def test_the_gradient_past_the_op_takes_parts_of_8_bits(seeming_cuda, monkeypatch, dtypes):
+    def on_cpu(input_ids, table, parts, row_map, strict):
+        entries = torch.from_numpy(row_map.host.copy())
+        return torch.ops.mmgraph.assemble_embeddings(
+            input_ids, table, torch.cat([one.double() for one in parts.tensors]), entries, strict
+        )
+
+    monkeypatch.setattr(gathering, "gather", on_cpu)
+    parts = [torch.ones(5, 3).to(dtype).requires_grad_() for dtype in dtypes]
+    table = TABLE.clone().requires_grad_()
+    out = ops.assemble_embeddings(IDS, table, parts, MAP)
+    assert "Gather" in out.grad_fn.name()
+    out.sum().backward()
+    assert [part.grad.dtype for part in parts] == list(dtypes)
+    assert parts[0].grad.float().sum(1).tolist() == [0, 3, 3, 3, 0]
+    assert table.grad.sum(1).tolist() == [3, 3, 0, 0]
+
+
+def test_lazily_negated_tensors_take_the_op(seeming_cuda):
+    """Their memory holds the other sign, which only PyTorch's dispatcher knows."""
+    assert gathering.can_gather(IDS, TABLE, PARTS)
+    assert not gathering.can_gather(IDS, TABLE, [*PARTS, torch._neg_view(PARTS[0])])
+    assert not gathering.can_gather(IDS, torch._neg_view(TABLE), PARTS)
+    assert not gathering.can_gather(torch._neg_view(IDS), TABLE, PARTS)
+
+
+def test_lazily_negated_tensors_keep_their_sign():
+    parts = [torch._neg_view(part) for part in PARTS]
+    expected = -ops.assemble_embeddings(IDS, TABLE, PARTS, MAP)
+    assert torch.equal(ops.assemble_embeddings(IDS, torch._neg_view(TABLE), parts, MAP), expected)
+    out = torch.empty(5, 3)
+    ops.assemble_embeddings_out(torch._neg_view(-IDS), torch._neg_view(TABLE), parts, MAP, out=out)
+    assert torch.equal(out, expected)
+    for pool, row_map in ((PARTS, MAP), (torch.cat(PARTS), MAP), (torch.cat(PARTS), MAP.to("cpu"))):
+        with pytest.raises(ops.ArgumentError, match="out must not be lazily negated"):
+            ops.assemble_embeddings_out(IDS, TABLE, pool, row_map, out=torch._neg_view(out))
+
+
+@pytest.mark.parametrize(
+    ("sparse", "layout"),
+    [(torch.eye(3).to_sparse(), "sparse_coo"), (torch.eye(3).to_sparse_csr(), "sparse_csr")],
+)
+@pytest.mark.parametrize("first", [torch.zeros(2, 3), torch.zeros(2, 3, dtype=torch.float64)])
+def test_addresses_of_sparse_tensors_are_refused(sparse, layout, first):
+    parts = gathering.checked_parts("test", TABLE, [first, sparse], MAP)
+    with pytest.raises(ops.ArgumentError, match=rf"pool\[1\] must be a dense tensor.*{layout}"):
+        gathering._lists(parts, MAP.index(), 2)
+
+
+@pytest.mark.parametrize("table", [TABLE[0], TABLE.long(), TABLE[None]])
+def test_a_table_that_is_no_matrix_is_refused_beside_a_list(table):
+    none = ops.RowMap.from_ranges(5, [], [], [], pool_rows=0)
+    for pool, row_map in (([], none), (PARTS, MAP)):
+        with pytest.raises(ops.ArgumentError, match="table must be a floating-point matrix"):
+            ops.assemble_embeddings(IDS, table, pool, row_map)
+        with pytest.raises(ops.ArgumentError, match="table must be a floating-point matrix"):
+            ops.assemble_embeddings_out(IDS, table, pool, row_map, out=torch.empty(5, 3))
 
 
 def test_an_empty_list_is_all_text():
@@ -57,6 +151,22 @@ def test_a_list_has_its_gradient():
         ([torch.zeros(5, 3, dtype=torch.int64)], MAP, r"pool\[0\] must be floating-point rows.*int64"),
         (PARTS[:2], MAP, "built for a pool of 5 rows, but the pool has 2"),
         ("rows", MAP, "pool must be a torch.Tensor, got str"),
+        (
+            [PARTS[0], torch.eye(3).to_sparse()],
+            MAP,
+            r"pool\[1\] must be a dense tensor, got one of layout torch.sparse_coo",
+        ),
+        ([PARTS[0], torch.eye(3).to_sparse_csr()], MAP, r"pool\[1\] must be a dense.*sparse_csr"),
+        ([torch.ones(5, 3).to_sparse()], MAP, r"pool\[0\] must be a dense.*sparse_coo"),
+        ([NESTED], MAP, r"pool\[0\] must be a dense tensor, got a nested tensor"),
+        ([PARTS[0], NESTED], MAP, r"pool\[1\] must be a dense tensor, got a nested tensor"),
+        (
+            [PARTS[0], NESTED, PARTS[1].to_sparse()],
+            MAP,
+            r"pool\[1\] must be a dense tensor, got a nested tensor",
+        ),
+        ([JAGGED], MAP, r"pool\[0\] must be a dense tensor, got a nested tensor"),
+        ([PARTS[0], JAGGED], MAP, r"pool\[1\] must be"),
     ],
 )
 def test_wrong_lists_are_refused(pool, row_map, words):
@@ -154,11 +264,35 @@ def test_ranges_and_buffers_of_them_are_frozen_and_bounded():
         (torch.tensor([[0, 5, 0]], dtype=torch.int32), 5, ops.DataError, "range 0 is rows 0 to 5"),
         (torch.tensor([[2, 1, 0]], dtype=torch.int32), 5, ops.DataError, "range 0 is rows 2 to 1"),
         (torch.tensor([[0, 2, 0], [2, 3, 0]], dtype=torch.int32), 5, ops.DataError, "range 1 is rows 2 to 3"),
+        (
+            torch.tensor([[UNUSED] * 3, [2, 3, 0]], dtype=torch.int32),
+            5,
+            ops.DataError,
+            "range 1 is rows 2 to 3",
+        ),
+        (
+            torch.tensor([[UNUSED, 0, 0], [2, 3, 0]], dtype=torch.int32),
+            5,
+            ops.DataError,
+            "Unused ranges go last",
+        ),
+        (
+            torch.tensor([[1, 2, -1]], dtype=torch.int32),
+            5,
+            ops.DataError,
+            "range 0, rows 1 to 2, takes the pool's -1",
+        ),
+        (torch.tensor([[1, 2, UNUSED]], dtype=torch.int32), 5, ops.DataError, f"{UNUSED} to {UNUSED + 1}"),
     ],
 )
 def test_wrong_ranges_are_refused(ranges, rows, error, words):
     with pytest.raises(error, match=words):
         ops.expand_ranges(ranges, rows)
+
+
+def test_pool_rows_may_be_any_of_32_bits():
+    ranges = torch.tensor([[1, 2, UNUSED - 1], [3, 3, 0], [UNUSED] * 3], dtype=torch.int32)
+    assert ops.expand_ranges(ranges, 5).tolist() == [-1, UNUSED - 1, UNUSED, 0, -1]
 
 
 def test_rows_go_to_their_places_and_nowhere_else():

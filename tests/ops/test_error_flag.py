@@ -104,5 +104,6 @@ def test_a_capture_needs_the_flag_made_before(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with pytest.raises(ops.DuringCaptureError, match="after the replay"):
         ops.check_errors()
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     with pytest.raises(ops.DuringCaptureError, match="pass the tensor"):
         ops.RowMap.from_ranges(2, [0], [0], [0], pool_rows=1).to("cuda:0")
