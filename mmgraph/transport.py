@@ -37,13 +37,15 @@ class ShmTensorHandle:
     copy that a fork inherits. All methods may be called from any thread.
     """
 
-    __slots__ = ("__weakref__", "_ref", "_segment", "_state", "_tree")
+    __slots__ = ("__weakref__", "_is_read", "_ref", "_segment", "_state", "_tree")
 
     def __init__(self, ref: SegmentRef, tree: Any) -> None:
         self._ref = ref
         self._tree = tree
         self._segment: OpenSegment | None = None
         self._state = _State.UNATTACHED
+        # Apart from the state, which a release changes while a thread reads on.
+        self._is_read = False
 
     @classmethod
     def publish(cls, feature: Any) -> Self:
@@ -51,15 +53,17 @@ class ShmTensorHandle:
 
         Args:
             feature: A tensor of any shape, strides, dtype and device, an array, or lists, tuples and mappings of
-                these; numbers, text, bytes and None among them travel in the pickle. A tensor on a device is copied
-                to the host, which waits for the device's current stream.
+                these; numbers, text, bytes and None among them travel in the pickle, enums and other subclasses
+                of them as the plain value. A tensor on a device is copied to the host, which waits for the
+                device's current stream.
 
         Returns:
             A handle, not attached. Keep it, or a copy, until the feature has arrived: if the consumers die before,
             ``release()`` is the producer's to call.
 
         Raises:
-            FeatureNotPublishableError: The feature holds something else, or a tensor that isn't dense and with data.
+            FeatureNotPublishableError: The feature holds something else, or a tensor that isn't dense and with data;
+                or it is nested more than 64 deep, as one that holds itself is.
             SharedMemoryFullError: There is no room for it.
             TransportError: The system refuses otherwise. After any error nothing is left.
         """
@@ -103,11 +107,14 @@ class ShmTensorHandle:
         Raises:
             HandleStateError: The handle isn't attached, or was consumed or released before.
             SegmentDamagedError: The segment was shortened since it was attached.
-            TransportError: The system refuses. After any error the handle is attached as before.
+            TransportError: The system refuses, or the handle isn't as `publish` made it. After any error the handle
+                is attached as before.
         """
         segment = self._begin()
         try:
-            feature = map_places(self._tree, lambda place: read_tensor(place, segment.read_into))
+            feature = map_places(
+                self._tree, lambda place: read_tensor(place, segment.read_into, self._ref.size)
+            )
             unlink_segment(self._ref.name)
         except BaseException:
             self._end(_State.ATTACHED)
@@ -127,10 +134,9 @@ class ShmTensorHandle:
             return
         unlink_segment(self._ref.name)
         with own.lock:
-            state = self._settled_state()
-            if state is not _State.CONSUMED:
+            if self._settled_state() is not _State.CONSUMED:
                 self._state = _State.RELEASED
-            if state is not _State.CONSUMING:  # the thread that reads it closes it
+            if not self._is_read:  # the thread that reads it closes it
                 self._close()
 
     @property
@@ -177,6 +183,7 @@ class ShmTensorHandle:
         """Give the state; a fork's copy is not attached, whatever its parent's was."""
         if self._segment is not None and not self._segment.is_open:
             self._segment = None
+            self._is_read = False
             if self._state in (_State.ATTACHED, _State.CONSUMING):
                 self._state = _State.UNATTACHED
         return self._state
@@ -195,10 +202,12 @@ class ShmTensorHandle:
                     "gives its feature once: keep what consume() returned, or publish the feature again",
                 )
             self._state = _State.CONSUMING
+            self._is_read = True
             return self._segment
 
     def _end(self, state: _State) -> None:
         with own.lock:
+            self._is_read = False
             if self._state is _State.CONSUMING:
                 self._state = state
             if self._state is not _State.ATTACHED:

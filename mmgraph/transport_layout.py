@@ -1,10 +1,12 @@
 """Where the tensors of a feature lie in one segment, and how their bytes are read and written.
 
 Promises: a feature comes back with the structure, dtypes, shapes and bytes that it had, contiguous and without a
-gradient, arrays as tensors; what can't come back so is refused before anything is published. A layout holds no
-tensor and needs no torch to be pickled.
+gradient, arrays as tensors and enums as the plain value that they are; what can't come back so is refused before
+anything is published. A layout holds no tensor and needs no torch to be pickled. A place that doesn't fit its tensor
+or its segment is an error before any memory is taken for it.
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -18,7 +20,16 @@ if TYPE_CHECKING:
 
 # Tensors begin at cache lines: copies of whole lines are faster.
 _ALIGNMENT = 64
-_PLAIN = (type(None), bool, int, float, complex, str, bytes, np.generic)
+# What goes into a pickle as it is, and the way from a subclass to it: a subclass may not be there to unpickle.
+_PLAIN: dict[type, Callable[[Any], Any]] = {
+    int: int.__int__,
+    float: float.__float__,
+    complex: complex.__complex__,
+    str: str.__str__,
+    bytes: bytes.__bytes__,
+}
+_MAX_DEPTH = 64
+_OTHER = object()
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,10 +53,11 @@ class Layout:
     """The layout of a feature that is to be published.
 
     Args:
-        feature: A tensor or array, or lists, tuples and mappings of these and of plain values.
+        feature: A tensor or array, or lists, tuples and mappings of these and of plain values, 64 deep at most.
 
     Raises:
-        FeatureNotPublishableError: It holds something else, or a tensor that isn't dense and with data.
+        FeatureNotPublishableError: It holds something else, or a tensor that isn't dense and with data; or it is
+            deeper, as one that holds itself is.
     """
 
     def __init__(self, feature: Any) -> None:
@@ -69,21 +81,40 @@ class Layout:
                     _array_bytes(source) if isinstance(source, np.ndarray) else _tensor_bytes(source),
                 )
 
-    def _placed(self, feature: Any, where: str) -> Any:
-        if isinstance(feature, _PLAIN):
-            return feature
+    def _placed(self, feature: Any, where: str, depth: int = 0) -> Any:
+        plain = _plain_value(feature)
+        if plain is not _OTHER:
+            return plain
         if type(feature) in (list, tuple):
-            return type(feature)(self._placed(part, f"{where}[{index}]") for index, part in enumerate(feature))
+            self._check_depth(depth, feature)
+            return type(feature)(
+                self._placed(part, f"{where}[{index}]", depth + 1) for index, part in enumerate(feature)
+            )
         if isinstance(feature, Mapping):
-            for key in feature:
-                if not isinstance(key, _PLAIN):
+            self._check_depth(depth, feature)
+            placed: dict[Any, Any] = {}
+            for key, part in feature.items():
+                plain = _plain_value(key)
+                if plain is _OTHER:
                     raise _refusal(where, f"keys that are plain values, got one of type {type(key).__name__}")
-            return {key: self._placed(part, f"{where}[{key!r}]") for key, part in feature.items()}
+                if plain in placed:
+                    raise _refusal(where, f"keys that differ as plain values, got {plain!r} twice")
+                placed[plain] = self._placed(part, f"{where}[{plain!r}]", depth + 1)
+            return placed
         dtype, shape, nbytes = _described(feature, where)
         place = TensorPlace(dtype, shape, -(-self.nbytes // _ALIGNMENT) * _ALIGNMENT, nbytes)
         self.nbytes = place.offset + nbytes
         self._sources.append((place, feature))
         return place
+
+    @staticmethod
+    def _check_depth(depth: int, feature: Any) -> None:
+        if depth >= _MAX_DEPTH:
+            raise _refusal(
+                "a feature",
+                f"lists, tuples and mappings at most {_MAX_DEPTH} deep, got a {type(feature).__name__} that is deeper; "
+                "does it hold itself? Flatten it",
+            )
 
 
 def map_places(
@@ -107,7 +138,7 @@ def dtype_of(place: TensorPlace) -> "torch.dtype":
     """
     import torch
 
-    dtype = getattr(torch, place.dtype, None)
+    dtype = getattr(torch, place.dtype, None) if isinstance(place.dtype, str) else None
     if not isinstance(dtype, torch.dtype):
         raise TransportError(
             f"a tensor was published with dtype {place.dtype}, which torch {torch.__version__} doesn't have; "
@@ -116,16 +147,55 @@ def dtype_of(place: TensorPlace) -> "torch.dtype":
     return dtype
 
 
-def read_tensor(place: TensorPlace, read_into: Callable[[int, memoryview], None]) -> "torch.Tensor":
-    """Copy a tensor out of a segment: into pinned memory where there is CUDA."""
+def read_tensor(place: TensorPlace, read_into: Callable[[int, memoryview], None], size: int) -> "torch.Tensor":
+    """Copy a tensor out of a segment: into pinned memory where there is CUDA.
+
+    Args:
+        place: Where it lies.
+        read_into: Fills a buffer with the segment's bytes from an offset on.
+        size: Bytes of the segment.
+
+    Raises:
+        TransportError: The place is none that was published, or this torch doesn't have its dtype.
+    """
     import torch
 
+    dtype = dtype_of(place)
+    _check_place(place, dtype.itemsize, size)
     # By name: a default device has no say in where a host copy lies.
     pin = torch.cuda.is_available()
-    tensor = torch.empty(place.shape, dtype=dtype_of(place), device="cpu", pin_memory=pin)
+    tensor = torch.empty(place.shape, dtype=dtype, device="cpu", pin_memory=pin)
     if place.nbytes:
         read_into(place.offset, _tensor_bytes(tensor))
     return tensor
+
+
+def _check_place(place: TensorPlace, itemsize: int, size: int) -> None:
+    """Refuse what `Layout` never makes, since it came in a pickle."""
+    shape = place.shape if isinstance(place.shape, tuple) else (None,)
+    counts = (*shape, place.offset, place.nbytes)
+    if (
+        not all(type(count) is int and count >= 0 for count in counts)
+        or place.nbytes != math.prod(place.shape) * itemsize
+        or place.offset + place.nbytes > size
+        # Strides must fit their integers too, of tensors without elements as well.
+        or math.prod(max(length, 1) for length in place.shape) >= 2**63
+        or place.dtype.startswith("q")
+    ):
+        raise TransportError(
+            f"a {place.dtype} tensor of shape {place.shape} can't lie in {place.nbytes} bytes from byte {place.offset} "
+            f"of a segment of {size}; handles are made by publish() and by nothing else"
+        )
+
+
+def _plain_value(value: Any) -> Any:
+    """Give a plain value without its subclass, or ``_OTHER`` for anything else."""
+    kind = type(value)
+    if value is None or kind is bool or kind in _PLAIN:
+        return value
+    if isinstance(value, np.generic) and kind is value.dtype.type:
+        return value
+    return next((bare(value) for base, bare in _PLAIN.items() if isinstance(value, base)), _OTHER)
 
 
 def _described(feature: Any, where: str) -> tuple[str, tuple[int, ...], int]:

@@ -19,6 +19,7 @@ import os
 import secrets
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from mmgraph import transport_files as files
 from mmgraph.errors import SegmentDamagedError, SegmentGoneError, TransportError
@@ -234,8 +235,8 @@ def _reclaim(name: str) -> bool:
     return True
 
 
-def _checked(name: str) -> str:
-    if not files.is_segment(name):
+def _checked(name: Any) -> str:
+    if not isinstance(name, str) or not files.is_segment(name):
         raise TransportError(
             f"a segment's name is {files.PREFIX}<16 hex digits>-<32 hex digits>, got {name!r}; handles are made by "
             "publish() and by nothing else"

@@ -4,6 +4,8 @@ Every misuse is an error that says what to do and leaves the handle as it was; n
 """
 
 import copy
+import dataclasses
+import enum
 import itertools
 import os
 import pickle
@@ -286,6 +288,76 @@ def test_what_cant_come_back_is_refused(shm: Path, feature: Any, message: str) -
     assert names(shm) == []
 
 
+def nested(depth: int) -> Any:
+    feature: Any = torch.ones(1)
+    for turn in range(depth):
+        feature = ([feature], (feature,), {"x": feature})[turn % 3]
+    return feature
+
+
+def test_features_are_64_deep_at_most(shm: Path) -> None:
+    assert equal(through(nested(64)), nested(64))
+    copy.deepcopy(ShmTensorHandle.publish(nested(64))).release()
+    own_list: list[Any] = [torch.ones(1)]
+    own_list.append(own_list)
+    own_dict: dict[str, Any] = {}
+    own_dict["x"] = (own_dict,)
+    left = names(shm)
+    for feature in (nested(65), nested(5000), own_list, own_dict):
+        with pytest.raises(
+            FeatureNotPublishableError, match=r"at most 64 deep, got a \w+ that is deeper; does it"
+        ):
+            ShmTensorHandle.publish(feature)
+    assert names(shm) == left
+
+
+def test_subclasses_of_plain_values_come_out_plain(shm: Path) -> None:
+    class Number(enum.IntEnum):  # here, so that it can't be pickled
+        ONE = 1
+
+    class Word(enum.StrEnum):
+        HEAT = "heat"
+
+    class Real(float):
+        def __float__(self) -> float:
+            return 0.0
+
+    class Wave(complex):
+        pass
+
+    class Data(bytes):
+        pass
+
+    class Wide(np.float64):
+        pass
+
+    tensor = torch.ones(2)
+    feature = [
+        Number.ONE,
+        {Word.HEAT: tensor},
+        Real(2.5),
+        Wave(1j),
+        Data(b"x"),
+        Wide(3),
+        True,
+        np.int8(4),
+        np.str_("y"),
+    ]
+    assert equal(through(feature), [1, {"heat": tensor}, 2.5, 1j, b"x", 3.0, True, np.int8(4), np.str_("y")])
+
+
+def test_keys_that_become_one_are_refused(shm: Path) -> None:
+    class Apart(str):
+        __hash__ = object.__hash__
+
+        def __eq__(self, other: object) -> bool:
+            return self is other
+
+    with pytest.raises(FeatureNotPublishableError, match="keys that differ as plain values, got 'a' twice"):
+        ShmTensorHandle.publish({"a": torch.ones(1), Apart("a"): 2})
+    assert names(shm) == []
+
+
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_quantized_and_nested_tensors_are_refused(shm: Path) -> None:
     for tensor in (
@@ -433,6 +505,50 @@ def test_a_forged_handle_removes_no_other_file(shm: Path) -> None:
     assert names(shm) == ["other"]
 
 
+@pytest.mark.parametrize("name", [None, 3, b"mmgraph-shm-"], ids=repr)
+def test_a_forged_name_is_no_name(shm: Path, name: Any) -> None:
+    handle = ShmTensorHandle(SegmentRef(name, 1, 1), transport_layout.TensorPlace("uint8", (1,), 0, 1))
+    for call in (handle.attach, handle.release):
+        with pytest.raises(TransportError, match="handles are made by publish"):
+            call()
+
+
+@pytest.mark.parametrize(
+    "forged",
+    [
+        {"nbytes": 0},
+        {"nbytes": 16},
+        {"shape": (200, 3)},
+        {"shape": (200, 3), "nbytes": 2400},
+        {"shape": (-2, -3)},
+        {"shape": (-2, 3), "nbytes": -24},
+        {"shape": (2**40, 2**20)},
+        {"shape": (2**62, 4), "nbytes": 2**66},
+        {"shape": (0, 2**62, 4), "nbytes": 0},
+        {"shape": (0, 2**70), "nbytes": 0},
+        {"shape": (2.0, 3.0)},
+        {"shape": 6},
+        {"shape": None},
+        {"offset": -8},
+        {"offset": 4},
+        {"offset": 2**70},
+        {"offset": None},
+        {"nbytes": None},
+        {"dtype": "qint32"},
+        {"dtype": "nn"},
+        {"dtype": None},
+    ],
+    ids=repr,
+)
+def test_a_forged_place_gives_nothing_and_harms_nothing(shm: Path, forged: dict[str, Any]) -> None:
+    handle = ShmTensorHandle.publish(torch.arange(6.0).reshape(2, 3))
+    bad = ShmTensorHandle(handle._ref, [handle._tree, dataclasses.replace(handle._tree, **forged)]).attach()
+    with pytest.raises(TransportError, match=r"handles are made by publish|run one version of torch"):
+        bad.consume()
+    assert bad.is_attached
+    assert same(handle.attach().consume(), torch.arange(6.0).reshape(2, 3))
+
+
 def test_a_failed_read_leaves_the_handle_attached(shm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     handle = ShmTensorHandle.publish([torch.arange(3), torch.arange(4)]).attach()
     with monkeypatch.context() as patch:
@@ -526,6 +642,24 @@ def test_a_release_while_another_thread_reads(shm: Path, monkeypatch: pytest.Mon
     handle.release()
     assert segments(shm) == []
     assert reader.end() == ["no memory" if fails else [0, 1, 2]]
+    assert not handle.is_attached
+    assert len(open_in_here(shm)) == 1
+
+
+def test_two_releases_at_once_while_another_thread_reads(shm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    handle = ShmTensorHandle.publish(torch.arange(3)).attach()
+    reader = SlowReader(monkeypatch, handle)
+    unlink = transport.unlink_segment
+
+    def slow_unlink(name: str) -> None:
+        monkeypatch.setattr(transport, "unlink_segment", unlink)
+        handle.release()  # as another thread's, that began before this one has ended
+        unlink(name)
+
+    monkeypatch.setattr(transport, "unlink_segment", slow_unlink)
+    handle.release()
+    assert len(open_in_here(shm)) == 2
+    assert reader.end() == [[0, 1, 2]]
     assert not handle.is_attached
     assert len(open_in_here(shm)) == 1
 

@@ -7,14 +7,17 @@ None. The argument ``draw`` is hypothesis's own, not the caller's.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from hypothesis import strategies as st
 
+from mmgraph.errors import OptionError
 from mmgraph.modality import Modality
 from mmgraph.testing.batches import BatchCase, Chunk, ItemCase, RequestCase
 from mmgraph.testing.chunking import chunks
 from mmgraph.testing.drawing import FLOATING, picks, seeds, seldom_least, token_ids
+from mmgraph.testing.options import bounded, check_dtypes
 
 _MODALITIES = tuple(modality.value for modality in Modality)
 
@@ -23,6 +26,14 @@ _SPANS = picks(None, 1, 2)
 _NAMES = picks(_MODALITIES, _MODALITIES[:1])
 
 
+def _check_modalities(options: dict[str, Any]) -> None:
+    names = options["modalities"]
+    listed = list(names) if isinstance(names, Sequence) and not isinstance(names, str) else []
+    if not listed or not all(name in _MODALITIES for name in listed):
+        raise OptionError(f"modalities must be a list of names out of {list(_MODALITIES)}, got {names!r}")
+
+
+@bounded({"prompt": 0, "max_spans": 0, "max_span": 1, "span": 1}, _check_modalities)
 @st.composite
 def items(
     draw: st.DrawFn,
@@ -65,6 +76,7 @@ def items(
     return tuple(found)
 
 
+@bounded({"prompt": 0}, check_dtypes)
 @st.composite
 def prompts(
     draw: st.DrawFn, prompt: int, *, precomputed: bool = False, dtypes: Sequence[torch.dtype] = FLOATING
@@ -86,6 +98,7 @@ def prompts(
     return draw(_dressed((RequestCase(media, Chunk(0, prompt)),), prompt, dtypes))
 
 
+@bounded({"max_requests": 0, "max_prompt": 1, "max_decodes": 0}, check_dtypes)
 @st.composite
 def batches(
     draw: st.DrawFn,

@@ -10,8 +10,10 @@ from hypothesis import strategies as st
 
 from mmgraph.testing.batches import Chunk
 from mmgraph.testing.drawing import picks
+from mmgraph.testing.options import bounded
 
 
+@bounded({"prompt": 0})
 @st.composite
 def chunks(draw: st.DrawFn, prompt: int) -> Chunk:
     """Draw a part of a prompt: any prefix, and a length that ends inside the prompt, is zero or is negative.
@@ -24,6 +26,7 @@ def chunks(draw: st.DrawFn, prompt: int) -> Chunk:
     return Chunk(prefix, draw(picks(0, *range(1, rest + 1), *range(1, min(rest, 2) + 1), rest, rest, rest, -1)))
 
 
+@bounded({"prompt": 0})
 def splits(prompt: int, *, empty: bool = True) -> st.SearchStrategy[tuple[Chunk, ...]]:
     """Draw a way to cut a whole prompt into chunks, out of all.
 
@@ -36,6 +39,7 @@ def splits(prompt: int, *, empty: bool = True) -> st.SearchStrategy[tuple[Chunk,
     return inside.map(lambda places: _cut(prompt, places))
 
 
+@bounded({"prompt": 0})
 def single_cuts(prompt: int) -> Iterator[tuple[Chunk, ...]]:
     """Give every way to cut a prompt once, at its ends too, and the cut into single rows last. No strategy.
 

@@ -10,6 +10,8 @@ import torch
 
 _LARGEST_HALF = 60_000.0
 _GAIN = 2.0**17
+# Exact in every floating dtype, no row's code, and nothing that is written by mistake, as zeros are.
+_AROUND = 0.5
 
 
 def coded_rows(
@@ -31,7 +33,7 @@ def coded_rows(
         seed: Of the columns after the first.
         dtype: Of the rows.
         device: Where they go.
-        strided: Give columns of a wider matrix, rows apart in memory.
+        strided: Give columns of a wider matrix, rows apart in memory; the columns around hold 0.5.
 
     Returns:
         ``[count, width]``.
@@ -45,7 +47,7 @@ def coded_rows(
         rows = rows.clamp(-_LARGEST_HALF, _LARGEST_HALF)
     if not strided:
         return rows.to(device, dtype)
-    wide = torch.zeros(count, width + 2, dtype=dtype, device=device)
+    wide = torch.full((count, width + 2), _AROUND).to(device, dtype)
     view = wide[:, 1 : 1 + width]
     view.copy_(rows)
     return view

@@ -2,10 +2,13 @@
 
 from collections.abc import Collection
 from functools import cache, lru_cache
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from hypothesis import strategies as st
+
+from mmgraph.errors import OptionError
+from mmgraph.testing.options import bounded
 
 T = TypeVar("T")
 
@@ -51,6 +54,12 @@ def picks(*choices: T) -> st.SearchStrategy[T]:
     return st.sampled_from(choices)
 
 
+def _check_id_dtype(options: dict[str, Any]) -> None:
+    if options["id_dtype"] not in _OUTSIDE:
+        raise OptionError(f"id_dtype must be torch.int32 or torch.int64, got {options['id_dtype']!r}")
+
+
+@bounded({"rows": 0, "vocabulary": 1}, _check_id_dtype)
 @st.composite
 def token_ids(
     draw: st.DrawFn,

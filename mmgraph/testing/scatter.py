@@ -1,7 +1,7 @@
 """``assert_scatter_correct``: does a function of yours put multimodal rows in their places?
 
-Promises: every case is compared with the oracle bit for bit, its inputs and memory are checked, and a failure says
-which row holds what, with the smallest case found as code. Same code on a CPU and any device.
+Promises: every case is compared with the oracle bit for bit, its arguments and the memory around them are checked, and
+a failure says which row holds what, with the smallest case found as code. Same code on a CPU and any device.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,9 +12,11 @@ import torch
 from hypothesis import strategies as st
 
 from mmgraph.errors import OptionError
+from mmgraph.testing.arguments import Arguments
 from mmgraph.testing.cases import ScatterCase
 from mmgraph.testing.drawing import FLOATING
 from mmgraph.testing.explaining import ScatterMismatch, code_of, describe_wrong, pattern_of, wrong_rows
+from mmgraph.testing.options import check_device, check_dtypes
 from mmgraph.testing.origins import Origin, SourceRange
 from mmgraph.testing.reference import added_gradients
 from mmgraph.testing.searching import Failure, find_failure
@@ -45,8 +47,8 @@ def assert_scatter_correct(
     """Check a function that puts multimodal rows over text rows, on many small cases.
 
     A row that is covered takes its source row, cast to the result's dtype; every other row takes its text row. The
-    result must be ``[T, H]``, in the dtype of table or ``embeds``, on their device and in memory of its own; the
-    arguments must be left as they were.
+    result must be ``[T, H]``, dense, in the dtype of table or ``embeds``, on their device and in memory of its own, and
+    so must each of its elements; the arguments, and matrices that they are columns of, must be left as they were.
 
     Args:
         fn: Of the form's arguments, all positional:
@@ -73,8 +75,8 @@ def assert_scatter_correct(
         ScatterMismatch: The function is wrong; the message has the smallest case found, and ``case`` holds it.
         OptionError: An option is none of its choices.
     """
-    _check_options(fn, form, dtypes)
     where = str(device)
+    _check_options(fn, form, dtypes, where)
     failure = find_failure(
         _strategy(form, dtypes, overlaps=overlaps, outside_ids=outside_ids, strided=strided),
         lambda case: _failure(fn, case, form, where, gradients),
@@ -93,16 +95,13 @@ def assert_scatter_correct(
         ) from failure.cause
 
 
-def _check_options(fn: Any, form: Any, dtypes: Any) -> None:
+def _check_options(fn: Any, form: Any, dtypes: Any, device: str) -> None:
     if not callable(fn):
         raise OptionError(f"fn must be a function of the form's arguments, got {type(fn).__name__}")
     if form not in _ARGUMENTS:
         raise OptionError(f"form must be one of {list(_ARGUMENTS)}, got {form!r}")
-    listed = list(dtypes) if isinstance(dtypes, Sequence) else []
-    if not listed or not all(isinstance(kind, torch.dtype) and kind.is_floating_point for kind in listed):
-        raise OptionError(
-            f"dtypes must be a list of floating-point dtypes, such as [torch.bfloat16], got {dtypes!r}"
-        )
+    check_dtypes({"dtypes": dtypes})
+    check_device(device)
 
 
 def _strategy(
@@ -123,6 +122,7 @@ def _failure(
     if gradients:
         for tensor in tensors:
             tensor.requires_grad_()
+    before = Arguments(_flat(arguments, form))
     out: Any = None
     host: Any = None
     try:
@@ -131,7 +131,7 @@ def _failure(
         host = out.detach().cpu() if words is None else None  # where a device says what went wrong there
     except Exception as error:
         return _raised(case, error)
-    words = words or _changed(case, arguments, form) or _shared(arguments, form, out)
+    words = words or before.changed(_flat(arguments, form)) or before.shared(out)
     if words is not None:
         return Failure(case, words)
     wrong = wrong_rows(case, host)
@@ -177,6 +177,9 @@ def _raised(case: ScatterCase, error: Exception, who: str = "It") -> Failure:
 def _metadata(case: ScatterCase, arguments: tuple[Any, ...], out: Any) -> str | None:
     if not isinstance(out, torch.Tensor):
         return f"It must give a tensor, and gave {type(out).__name__}."
+    if out.layout != torch.strided or out.is_nested:
+        kind = "nested" if out.is_nested else str(out.layout).removeprefix("torch.")
+        return f"It must give a dense tensor, and gave one of layout {kind}."
     expected = ([len(case.origins()), case.width], case.dtype, arguments[0].device)
     came = (list(out.shape), out.dtype, out.device)
     names = ("shape", "dtype", "device")
@@ -197,26 +200,6 @@ def _flat(arguments: tuple[Any, ...], form: Form) -> list[tuple[str, Any]]:
         else:
             named.append((name, value))
     return named
-
-
-def _changed(case: ScatterCase, arguments: tuple[Any, ...], form: Form) -> str | None:
-    before, after = _flat(case.arguments(), form), _flat(arguments, form)
-    if len(before) != len(after):
-        return "It changed its argument sources, a list, which must be left as it was."
-    for (name, old), (_, new) in zip(before, after, strict=True):
-        same = torch.equal(old, new.detach().cpu()) if isinstance(old, torch.Tensor) else old == new
-        if not same:
-            return f"It changed its argument {name}, which must be left as it was."
-    return None
-
-
-def _shared(arguments: tuple[Any, ...], form: Form, out: torch.Tensor) -> str | None:
-    for name, value in _flat(arguments, form):
-        if not isinstance(value, torch.Tensor) or out.numel() == 0 or value.numel() == 0:
-            continue
-        if out.untyped_storage().data_ptr() == value.untyped_storage().data_ptr():
-            return f"Its result shares memory with its argument {name}: a change of one would change the other."
-    return None
 
 
 def _wrong_gradient(

@@ -1,19 +1,23 @@
 """Hypothesis strategies for what meets where multimodal rows are put in their places.
 
 Promises: they draw shapes, flags, dtypes and a seed, never tensors; sizes are bounded by arguments; examples shrink to
-few rows, small numbers and plain dtypes. Those of chunks and of whole batches lie in modules of their own and are
-given here too. Where a signature shows ``draw``, that is hypothesis's own argument, not the caller's.
+few rows, small numbers and plain dtypes; an option that is none of its choices is an `OptionError` of the call itself.
+Those of chunks and of whole batches lie in modules of their own and are given here too. Where a signature shows
+``draw``, that is hypothesis's own argument, not the caller's.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from hypothesis import strategies as st
 
+from mmgraph.errors import OptionError
 from mmgraph.testing.batch_strategies import batches, items, prompts
 from mmgraph.testing.cases import MapCase, MaskCase, RangesCase
 from mmgraph.testing.chunking import chunks, single_cuts, splits
 from mmgraph.testing.drawing import FLOATING, often_least, often_most, picks, seeds, seldom_least, token_ids
+from mmgraph.testing.options import bounded, check_dtypes
 from mmgraph.testing.origins import SourceRange
 
 __all__ = [
@@ -34,6 +38,13 @@ __all__ = [
 ]
 
 
+def _check_sources(options: dict[str, Any]) -> None:
+    sources = options["sources"]
+    if not isinstance(sources, Sequence) or not all(type(rows) is int and rows >= 0 for rows in sources):
+        raise OptionError(f"sources must be a list of integers, 0 or more, such as [3, 0], got {sources!r}")
+
+
+@bounded({"max_rows": 0})
 def masks(max_rows: int = 8) -> st.SearchStrategy[tuple[bool, ...]]:
     """Draw which rows are placeholders: any number of rows, none, some or all of them.
 
@@ -43,6 +54,7 @@ def masks(max_rows: int = 8) -> st.SearchStrategy[tuple[bool, ...]]:
     return st.lists(st.booleans(), max_size=max_rows).map(tuple)
 
 
+@bounded({"rows": 0, "pool": 0})
 def row_maps(rows: int, pool: int) -> st.SearchStrategy[tuple[int, ...]]:
     """Draw the pool's row for each output row, or -1; pool rows may be used often or never.
 
@@ -53,6 +65,7 @@ def row_maps(rows: int, pool: int) -> st.SearchStrategy[tuple[int, ...]]:
     return st.lists(st.integers(-1, pool - 1), min_size=rows, max_size=rows).map(tuple)
 
 
+@bounded({"rows": 0, "max_ranges": 0}, _check_sources)
 @st.composite
 def ranges(
     draw: st.DrawFn, rows: int, sources: Sequence[int], *, overlapping: bool = False, max_ranges: int = 4
@@ -85,6 +98,7 @@ def ranges(
     return tuple(found)
 
 
+@bounded({"max_rows": 0, "max_sources": 0, "max_source_rows": 0}, check_dtypes)
 @st.composite
 def range_cases(
     draw: st.DrawFn,
@@ -131,6 +145,7 @@ def range_cases(
     )
 
 
+@bounded({"max_rows": 0, "max_pool_rows": 0}, check_dtypes)
 @st.composite
 def map_cases(
     draw: st.DrawFn,
@@ -170,6 +185,7 @@ def map_cases(
     )
 
 
+@bounded({"max_rows": 0}, check_dtypes)
 def mask_cases(
     *, max_rows: int = 8, strided: bool = True, dtypes: Sequence[torch.dtype] = FLOATING
 ) -> st.SearchStrategy[MaskCase]:

@@ -184,6 +184,10 @@ FAULTS = {
     "sources reordered": sources_reversed,
     "ranges consumed": ranges_popped,
     "a view of a source": view_of_source,
+    "a source replaced in the list": lambda ids, table, sources, ranges: [
+        scatter(ids, table, sources, ranges),
+        sources and sources.__setitem__(0, sources[0].clone()),
+    ][0],
     "transposed": lambda *given: scatter(*given).t(),
     "a row too many": lambda *given: torch.cat([scatter(*given), given[1][:1]]),
     "wrong dtype": lambda *given: scatter(*given).double(),
@@ -244,6 +248,106 @@ MAP_FAULTS = {
 @pytest.mark.parametrize("name", MAP_FAULTS)
 def test_faults_of_maps_are_found(name: str, unshrunk: None) -> None:
     refused(MAP_FAULTS[name], form="map")
+
+
+def over_wide(tensor: Tensor) -> Tensor:
+    """All columns of the matrix that the tensor is columns of."""
+    return tensor.as_strided(
+        (tensor.shape[0], tensor.stride(0)), (tensor.stride(0), 1), tensor.storage_offset() - 1
+    )
+
+
+def with_effect(effect: Callable[[Tensor, Tensor], Any]) -> Callable[..., Tensor]:
+    """A right scatter that does something to the table and the pool."""
+
+    def fn(ids: Tensor, table: Tensor, pool: Tensor, row_map: Tensor) -> Tensor:
+        out = map_scatter(ids, table, pool, row_map)
+        effect(table, pool)
+        return out
+
+    return fn
+
+
+def written_around(side: int, value: float) -> Callable[[Tensor, Tensor], Any]:
+    def effect(table: Tensor, pool: Tensor) -> None:
+        if pool.storage_offset() and pool.shape[0]:
+            over_wide(pool)[:, side] = value
+
+    return effect
+
+
+EFFECTS: dict[str, tuple[Callable[[Tensor, Tensor], Any], str]] = {
+    "written before": (written_around(0, 5), "the memory around its argument pool"),
+    "written behind": (written_around(-1, 5), "the memory around its argument pool"),
+    "zeros behind": (written_around(-1, 0), "the memory around its argument pool"),
+    "gradients switched on": (
+        lambda table, pool: table.requires_grad_(),
+        "requires_grad of its argument table",
+    ),
+    "turned": (lambda table, pool: table.t_(), "its argument table"),
+    "taken elsewhere": (lambda table, pool: pool.set_(pool.clone()), "its argument pool"),
+    "another dtype": (lambda table, pool: setattr(table, "data", table.double()), "its argument table"),
+    "cut": (lambda table, pool: pool.resize_(0, pool.shape[1]), "its argument pool"),
+    "freed": (lambda table, pool: table.untyped_storage().resize_(0), "its argument table"),
+}
+
+
+@pytest.mark.parametrize("name", EFFECTS)
+def test_effects_on_arguments_are_found(name: str, unshrunk: None) -> None:
+    effect, what = EFFECTS[name]
+    assert f"It changed {what}, which must be left as it was." in str(refused(with_effect(effect), form="map"))
+
+
+def test_gradients_switched_off_are_found(unshrunk: None) -> None:
+    def fn(ids: Tensor, table: Tensor, pool: Tensor, row_map: Tensor) -> Tensor:
+        pool.requires_grad_(False)
+        return map_scatter(ids, table, pool, row_map)
+
+    assert "requires_grad of its argument pool" in str(refused(fn, form="map", gradients=True))
+
+
+def test_nothing_is_around_where_arguments_are_not_strided() -> None:
+    assert_scatter_correct(with_effect(written_around(0, 5)), form="map", strided=False, examples=50)
+
+
+def overlapping(*given: Tensor) -> Tensor:
+    out = map_scatter(*given)
+    return out[:1].expand_as(out) if len(out) and bool((out == out[:1]).all()) else out
+
+
+def as_nested(*given: Tensor) -> Tensor:
+    out = map_scatter(*given)
+    return torch.nested.nested_tensor(list(out)) if len(out) else out
+
+
+LAYOUTS: dict[str, tuple[Callable[..., Any], str]] = {
+    "sparse": (
+        lambda *given: map_scatter(*given).to_sparse(),
+        "a dense tensor, and gave one of layout sparse_coo",
+    ),
+    "compressed": (lambda *given: map_scatter(*given).to_sparse_csr(), "gave one of layout sparse_csr"),
+    "nested": (as_nested, "gave one of layout nested"),
+    "expanded": (
+        overlapping,
+        "Its result's elements share memory with each other, as after expand(): strides [0, ",
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_results_that_are_not_dense_are_refused(name: str, unshrunk: None) -> None:
+    fn, words = LAYOUTS[name]
+    assert words in str(refused(fn, form="map"))
+
+
+def test_dense_results_may_have_any_strides() -> None:
+    assert_scatter_correct(lambda *given: map_scatter(*given).t().contiguous().t(), form="map", examples=50)
+    assert_scatter_correct(
+        lambda *given: torch.cat([map_scatter(*given)] * 2, dim=1)[:, : given[1].shape[1]],
+        form="map",
+        examples=50,
+    )
 
 
 def features_by_position(embeds: Tensor, mask: Tensor, features: Tensor) -> Tensor:
@@ -476,6 +580,10 @@ def test_the_same_cases_come_every_time_unless_asked_otherwise() -> None:
         ({"dtypes": []}, r"dtypes must be a list of floating-point dtypes.*got \[\]"),
         ({"dtypes": [torch.int32]}, "floating-point dtypes"),
         ({"dtypes": torch.float32}, "floating-point dtypes"),
+        ({"device": "xyz"}, r"device must be one on which torch can make tensors here.*got 'xyz': \S"),
+        ({"device": "meta"}, "such as 'cpu' or 'cuda:0', got 'meta': Cannot copy"),
+        ({"device": "cuda:99"}, "got 'cuda:99': "),
+        ({"device": 5}, "got '5': "),
     ],
 )
 def test_wrong_options_are_refused(options: dict[str, Any], message: str) -> None:

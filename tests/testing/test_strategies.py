@@ -12,7 +12,9 @@ import torch
 from hypothesis import HealthCheck, Phase, find, given, settings
 from hypothesis import strategies as st
 
+from mmgraph.errors import OptionError
 from mmgraph.inputs import MultimodalInputs
+from mmgraph.modality import Modality
 from mmgraph.planning import build_plan
 from mmgraph.testing import (
     BatchCase,
@@ -333,3 +335,82 @@ def test_examples_shrink_to_something_small() -> None:
     )
     assert case.ranges == (SourceRange(0, 0, 0, 1),)
     assert (case.ids, case.sources, case.dtype, case.seed) == ((0,), (2,), torch.float32, 0)
+
+
+WRONG: dict[str, tuple[Callable[[], Any], str]] = {
+    "masks": (lambda: strategies.masks(-1), "max_rows must be an integer, 0 or more, got -1"),
+    "masks of half a row": (lambda: strategies.masks(2.5), "max_rows must be an integer, 0 or more, got 2.5"),
+    "row maps": (lambda: strategies.row_maps(-1, 3), "rows must be .*, 0 or more, got -1"),
+    "a pool": (lambda: strategies.row_maps(3, -1), "pool must be .*, 0 or more, got -1"),
+    "ranges": (lambda: strategies.ranges(-1, [3]), "rows must be .*, 0 or more, got -1"),
+    "sources": (
+        lambda: strategies.ranges(4, [-3, 2]),
+        r"sources must be .*, 0 or more, such as .*got \[-3, 2\]",
+    ),
+    "no list of sources": (lambda: strategies.ranges(4, 3), "sources must be a list of integers.*got 3"),
+    "max_ranges": (lambda: strategies.ranges(4, [3], max_ranges=-1), "max_ranges must be .*got -1"),
+    "range cases": (lambda: strategies.range_cases(max_rows=-1), "max_rows must be .*got -1"),
+    "range cases' sources": (lambda: strategies.range_cases(max_sources=-1), "max_sources must be"),
+    "range cases' source rows": (lambda: strategies.range_cases(max_source_rows=-1), "max_source_rows must be"),
+    "range cases' dtypes": (
+        lambda: strategies.range_cases(dtypes=[]),
+        r"list of floating-point dtypes.*got \[\]",
+    ),
+    "map cases": (lambda: strategies.map_cases(max_pool_rows=-1), "max_pool_rows must be"),
+    "map cases' rows": (lambda: strategies.map_cases(max_rows=-1), "max_rows must be"),
+    "map cases' dtypes": (lambda: strategies.map_cases(dtypes=[torch.int8]), "list of floating-point dtypes"),
+    "mask cases": (lambda: strategies.mask_cases(max_rows=True), "max_rows must be .*got True"),
+    "mask cases' dtypes": (lambda: strategies.mask_cases(dtypes=()), "list of floating-point dtypes"),
+    "batches": (lambda: strategies.batches(max_requests=-1), "max_requests must be .*, 0 or more, got -1"),
+    "batches' prompts": (lambda: strategies.batches(max_prompt=0), "max_prompt must be .*, 1 or more, got 0"),
+    "batches' decodes": (lambda: strategies.batches(max_decodes=-1), "max_decodes must be"),
+    "batches' dtypes": (lambda: strategies.batches(dtypes=None), "list of floating-point dtypes.*got None"),
+    "prompts": (lambda: strategies.prompts(-1), "prompt must be .*, 0 or more, got -1"),
+    "prompts' dtypes": (lambda: strategies.prompts(3, dtypes=["float32"]), "list of floating-point dtypes"),
+    "items": (lambda: strategies.items(-1), "prompt must be .*, 0 or more, got -1"),
+    "span": (lambda: strategies.items(5, span=0), "span must be an integer, 1 or more, got 0"),
+    "max_span": (lambda: strategies.items(5, max_span=0), "max_span must be .*, 1 or more, got 0"),
+    "max_span None": (lambda: strategies.items(5, max_span=None), "max_span must be .*got None"),
+    "max_spans": (lambda: strategies.items(5, max_spans=-1), "max_spans must be"),
+    "modalities": (lambda: strategies.items(5, modalities=["x"]), r"names out of \['image', .*got \['x'\]"),
+    "no modalities": (lambda: strategies.items(5, modalities=[]), r"modalities must be .*got \[\]"),
+    "letters": (lambda: strategies.items(5, modalities="image"), "modalities must be .*got 'image'"),
+    "members": (lambda: strategies.items(5, modalities=list(Modality)), "modalities must be"),
+    "chunks": (lambda: strategies.chunks(-1), "prompt must be .*, 0 or more, got -1"),
+    "splits": (lambda: strategies.splits(-1), "prompt must be .*, 0 or more, got -1"),
+    "single cuts": (lambda: strategies.single_cuts(-1), "prompt must be .*, 0 or more, got -1"),
+    "token ids": (lambda: strategies.token_ids(-1, 3), "rows must be .*, 0 or more, got -1"),
+    "no vocabulary": (lambda: strategies.token_ids(3, 0), "vocabulary must be .*, 1 or more, got 0"),
+    "id dtype": (
+        lambda: strategies.token_ids(3, 2, id_dtype=torch.int16),
+        r"id_dtype must be torch\.int32 or torch\.int64, got torch\.int16",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_options_that_are_none_of_their_choices_are_refused_at_the_call(name: str) -> None:
+    call, message = WRONG[name]
+    with pytest.raises(OptionError, match=message):
+        call()
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        strategies.masks(0),
+        strategies.row_maps(0, 0),
+        strategies.ranges(0, [], max_ranges=0),
+        strategies.range_cases(max_rows=0, max_sources=0, max_source_rows=0),
+        strategies.map_cases(max_rows=0, max_pool_rows=0),
+        strategies.mask_cases(max_rows=0),
+        strategies.batches(max_requests=0, max_prompt=1, max_decodes=0),
+        strategies.prompts(0),
+        strategies.items(0, max_spans=0, max_span=1, span=1, modalities=("audio",)),
+        strategies.chunks(0),
+        strategies.splits(0),
+        strategies.token_ids(0, 1),
+    ],
+)
+def test_the_least_options_are_drawn_from(strategy: st.SearchStrategy[Any]) -> None:
+    assert drawn(strategy, 20)
