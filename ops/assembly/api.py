@@ -10,7 +10,6 @@ from mmgraph.ops.assembly import cuda
 from mmgraph.ops.assembly.gather import (
     Gather,
     can_gather,
-    check_dense,
     check_texts,
     checked_parts,
     gather,
@@ -139,7 +138,6 @@ def _joined(
     if isinstance(row_map, RowMap):
         check_texts(op, input_ids, table, row_map)
         checked_parts(op, table, parts, row_map)
-        check_dense(op, parts)
     return joined(table, parts)
 
 
