@@ -55,7 +55,8 @@ _MESSAGES = {
         "nowhere or an index below the buffer's rows. Those rows were not stored."
     ),
     Fault.RANGES: (
-        "expand_ranges: ranges must ascend, not overlap, and end inside the rows: range {row} begins at {value} "
+        "expand_ranges: ranges must ascend, not overlap, end inside the rows and have sources of 32 bits that aren't "
+        "negative: range {row} begins at {value} "
         "({count} such blocks of ranges). Unused ranges go last and begin at 2^31 - 1."
     ),
 }
