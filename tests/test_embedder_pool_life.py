@@ -390,7 +390,7 @@ def test_threads_that_begin_one_item_leave_no_hold_behind(kind):
             thread.join()
         for _ in range(2):
             embedder.apply(zeros(4), TABLE, chunk(item, 4, 8), IMAGE)
-        assert pinned(store) == 0
+    assert pinned(store) == 0
 
 
 class Failing:
