@@ -12,7 +12,8 @@ import numpy as np
 import torch
 
 from mmgraph.encoder_spec import EncoderSpec, deepstack_levels
-from mmgraph.keeping import Keeper, Layout, levels_of
+from mmgraph.keeping import Keeper, levels_by_modality
+from mmgraph.layouts import Layout, Wanted
 from mmgraph.modality import Modality
 from mmgraph.ops import RowMap, assemble_embeddings
 from mmgraph.planning import EncodePlan
@@ -85,13 +86,14 @@ def lay_out(
     is_deep = np.zeros(len(plan.range_items), dtype=np.bool_)
     if deep_modalities:
         is_deep[:] = [item.modality in deep_modalities for item in plan.range_items]
-    main = keeper.layout(plan, np.ones_like(is_deep), num_rows, (0, width), device, mover)
+    everything = np.ones_like(is_deep)
+    main = keeper.layout(Wanted(plan, everything, num_rows, (0, width), device, mover))
     if not is_deep.any():
         return BatchLayouts(main, None, 0)
     levels = deepstack_levels(model)
     columns = width, width * (1 + levels)
-    known = main.row_map if is_deep.all() else None
-    deep = keeper.layout(plan, is_deep, num_rows, columns, device, mover, known)
+    known = main if is_deep.all() else None
+    deep = keeper.layout(Wanted(plan, is_deep, num_rows, columns, device, mover, known))
     return BatchLayouts(main, deep, levels)
 
 
@@ -99,8 +101,9 @@ def check_kept(
     plan: EncodePlan, width: int, specs: Mapping[Modality, EncoderSpec], model: Any, keeper: Keeper
 ) -> None:
     """Raise RowsError unless the rows of all of a plan's items are there and fit the text embedding's width."""
+    levels = levels_by_modality(specs, model, plan.items)
     for item in plan.items:
-        keeper.check(plan, item, width, levels_of(specs, model, item.modality))
+        keeper.check(plan, item, width, levels[item.modality])
 
 
 def assemble(

@@ -11,21 +11,18 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from mmgraph.encoder_spec import EncoderSpec
 from mmgraph.errors import MultimodalError, RowsError
 from mmgraph.items import MultimodalDataItem, describe_item
-from mmgraph.keeping import Layout, checked_items, levels_of, listed_layout, request_error
+from mmgraph.keeping import checked_items, levels_by_modality, request_error
+from mmgraph.layouts import Layout, Wanted, listed_layout
 from mmgraph.modality import Modality
-from mmgraph.ops import RowMap
 from mmgraph.planning import EncodePlan
 from mmgraph.row_cache import RowCache, Rows
 from mmgraph.rows import cut_rows
-from mmgraph.staging import FeatureMover
-from mmgraph.stored_rows import StoredKeeper, Unshared, leave, own_rows
+from mmgraph.stored_rows import Spent, StoredKeeper, Unshared, leave, own_rows
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -75,12 +72,10 @@ class CacheKeeper(StoredKeeper):
     Args:
         cache: The cache.
         keeps_features: Whether items keep their features once they are encoded.
-        spent: Items whose features were dropped when they were encoded.
+        spent: Items that were encoded, with the features that they keep, or None.
     """
 
-    def __init__(
-        self, cache: RowCache, keeps_features: bool, spent: "weakref.WeakSet[MultimodalDataItem]"
-    ) -> None:
+    def __init__(self, cache: RowCache, keeps_features: bool, spent: Spent) -> None:
         super().__init__(keeps_features, spent)
         self.cache = cache
         self._rows: dict[MultimodalDataItem, Rows] = {}
@@ -101,16 +96,16 @@ class CacheKeeper(StoredKeeper):
     ) -> dict[MultimodalDataItem, MultimodalError]:
         """Fetch what is stored and fits; take rows that items bring along."""
         failures = self.find(plan)
+        levels = levels_by_modality(specs, model, plan.items)
         for item in plan.items:
-            levels = levels_of(specs, model, item.modality)
             found = self._rows.get(item)
-            wrong = "" if found is None else _misfit(found, item.num_tokens, width, levels)
+            wrong = "" if found is None else _misfit(found, item.num_tokens, width, levels[item.modality])
             if wrong:
                 del self._rows[item]
                 self._misfits[item] = wrong
             source = None if item in self._rows else own_rows(plan, item)
             if source is not None:
-                errors = checked_items(plan, [source], specs, model, width)
+                errors = checked_items(plan, [source], levels, width)
                 failures |= dict.fromkeys([item], *errors.values()) if errors else {}
                 if not errors:
                     self._rows[item] = Rows(source.encoded, source.encoded_deepstack)
@@ -171,23 +166,14 @@ class CacheKeeper(StoredKeeper):
             )
             raise request_error(plan, item, error)
 
-    def layout(
-        self,
-        plan: EncodePlan,
-        chosen: npt.NDArray[np.bool_],
-        num_rows: int,
-        columns: tuple[int, int],
-        device: torch.device,
-        mover: FeatureMover,
-        known: RowMap | None = None,
-    ) -> Layout:
+    def layout(self, wanted: Wanted) -> Layout:
         """Lay out the tensors of the cache."""
 
         def rows_of(item: MultimodalDataItem) -> torch.Tensor:
             rows = self._rows[item]
-            return rows.main if not columns[0] or rows.deepstack is None else rows.deepstack
+            return rows.deepstack if wanted.is_deep and rows.deepstack is not None else rows.main
 
-        return listed_layout(plan, chosen, num_rows, rows_of, device, mover, known)
+        return listed_layout(wanted, rows_of)
 
     def hold(self, item: MultimodalDataItem) -> Pins | None:
         """Pin an item once more."""

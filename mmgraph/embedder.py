@@ -12,7 +12,7 @@ import torch
 from mmgraph.assembling import DeepstackRows, assemble
 from mmgraph.embed_result import EmbedResult
 from mmgraph.embedder_phases import PhasedEmbedder, count_plan
-from mmgraph.embedding_phases import encode_plan
+from mmgraph.encode_phase import encode_plan
 from mmgraph.encoder_spec import Encoders, EncoderSpec, settled_specs
 from mmgraph.errors import MultimodalError, OptionError
 from mmgraph.inputs import MultimodalForwardContext

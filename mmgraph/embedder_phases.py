@@ -9,7 +9,7 @@ import torch
 
 from mmgraph.assembling import PreparedBatch, assemble, check_kept, lay_out
 from mmgraph.embedder_base import EmbedderBase
-from mmgraph.embedding_phases import encode_plan
+from mmgraph.encode_phase import encode_plan
 from mmgraph.encoder_spec import Encoders, settled_specs
 from mmgraph.errors import MultimodalError, OptionError
 from mmgraph.inputs import MultimodalForwardContext

@@ -4,36 +4,19 @@ Promises: a keeper is one batch's view of a place: what it has found or kept the
 keeper, used where nothing else is asked for, writes rows on the items, in memory of their own.
 """
 
-import itertools
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+import operator
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from mmgraph.encoder_spec import EncoderSpec, deepstack_levels
 from mmgraph.errors import MissingFeatureError, MultimodalError, RowsError
 from mmgraph.items import MultimodalDataItem, describe_item
+from mmgraph.layouts import Layout, Wanted, listed_layout
 from mmgraph.modality import Modality
-from mmgraph.ops import RowMap
 from mmgraph.planning import EncodePlan
 from mmgraph.rows import check_rows, cut_rows
-from mmgraph.staging import FeatureMover
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Layout:
-    """Where the rows of some ranges of a plan lie.
-
-    Attributes:
-        parts: Matrices that hold the rows; as one, one after another.
-        row_map: For each row of the batch its row in the parts, or none.
-    """
-
-    parts: list[torch.Tensor]
-    row_map: RowMap
 
 
 class Keeper(Protocol):
@@ -85,31 +68,11 @@ class Keeper(Protocol):
     def share(self, plan: EncodePlan) -> int:
         """Give the twins of items that are there their rows; tell how many that were."""
 
-    def dropped(self, item: MultimodalDataItem) -> None:
-        """Take note that an item's feature was dropped."""
+    def done(self, item: MultimodalDataItem) -> None:
+        """Take note of an item that is encoded, before its feature is dropped or kept."""
 
-    def layout(
-        self,
-        plan: EncodePlan,
-        chosen: npt.NDArray[np.bool_],
-        num_rows: int,
-        columns: tuple[int, int],
-        device: torch.device,
-        mover: FeatureMover,
-        known: RowMap | None = None,
-    ) -> Layout:
-        """Lay out the rows of some ranges of a plan whose items are all there.
-
-        Args:
-            plan: The plan.
-            chosen: Which ranges.
-            num_rows: Rows of the batch.
-            columns: First column and last + 1 of main and deepstack rows side by side: from 0 the main rows, from
-                further on the deepstack rows.
-            device: Where the rows must be.
-            mover: Brings rows that are elsewhere.
-            known: The map that these ranges have, where it was made for other columns.
-        """
+    def layout(self, wanted: Wanted) -> Layout:
+        """Lay out the rows of some ranges of a plan whose items are all there."""
 
     def check(self, plan: EncodePlan, item: MultimodalDataItem, width: int, levels: int) -> None:
         """Raise RowsError unless a canonical item's rows are there and fit."""
@@ -145,48 +108,11 @@ def levels_of(specs: Mapping[Modality, EncoderSpec], model: Any, modality: Modal
     return deepstack_levels(model) if spec is not None and spec.deepstack else 0
 
 
-def used_rows(plan: EncodePlan, chosen: npt.NDArray[np.bool_]) -> dict[MultimodalDataItem, tuple[int, int]]:
-    """Give, for each item of the chosen ranges in first-touch order, the first and last of its rows that they touch."""
-    used: dict[MultimodalDataItem, tuple[int, int]] = {}
-    firsts, lasts = plan.src_start, plan.src_start + (plan.dst_end - plan.dst_start)
-    columns = zip(plan.range_items, firsts.tolist(), lasts.tolist(), chosen.tolist(), strict=True)
-    for item, first, last, take in columns:
-        if take:
-            low, high = used.get(item, (first, last))
-            used[item] = min(low, first), max(high, last)
-    return used
-
-
-def listed_layout(
-    plan: EncodePlan,
-    chosen: npt.NDArray[np.bool_],
-    num_rows: int,
-    rows_of: Callable[[MultimodalDataItem], torch.Tensor],
-    device: torch.device,
-    mover: FeatureMover,
-    known: RowMap | None,
-) -> Layout:
-    """Lay out ranges over a tensor for each item; only rows that are used are named, and brought to the device."""
-    used = used_rows(plan, chosen)
-    places: dict[MultimodalDataItem, int] = {}
-    parts: list[torch.Tensor] = []
-    total = 0
-    for item, (low, high) in used.items():
-        rows = rows_of(item)
-        parts.append(rows if high - low + 1 == rows.shape[0] else rows[low : high + 1])
-        places[item] = total - low
-        total += high - low + 1
-    if known is not None:
-        return Layout(mover.move(parts, device), known)
-    shifts = [places[item] for item in itertools.compress(plan.range_items, chosen.tolist())]
-    row_map = RowMap.from_ranges(
-        num_rows,
-        plan.dst_start[chosen],
-        plan.dst_end[chosen],
-        plan.src_start[chosen] + np.array(shifts, dtype=np.int64),
-        pool_rows=total,
-    )
-    return Layout(mover.move(parts, device), row_map)
+def levels_by_modality(
+    specs: Mapping[Modality, EncoderSpec], model: Any, items: Iterable[MultimodalDataItem]
+) -> dict[Modality, int]:
+    """Give the deepstack levels of each modality among items."""
+    return {modality: levels_of(specs, model, modality) for modality in {item.modality for item in items}}
 
 
 class ItemKeeper:
@@ -203,17 +129,18 @@ class ItemKeeper:
         self, plan: EncodePlan, specs: Mapping[Modality, EncoderSpec], model: Any, width: int | None
     ) -> dict[MultimodalDataItem, MultimodalError]:
         """Give canonical items the good rows of twins that another plan has encoded since this one was made."""
+        levels = levels_by_modality(specs, model, plan.items)
         for item, twins in plan.aliases_by_canonical.items():
             for twin in twins if item.encoded is None else ():
                 if twin.encoded is None:
                     continue
                 try:
-                    check_rows(twin, width, levels_of(specs, model, item.modality))
+                    check_rows(twin, width, levels[item.modality])
                 except RowsError:
                     continue  # of no use to the item, and the twin is not what is encoded
                 item.encoded, item.encoded_deepstack = twin.encoded, twin.encoded_deepstack
                 break
-        return checked_items(plan, plan.items, specs, model, width)
+        return checked_items(plan, plan.items, levels, width)
 
     def has(self, item: MultimodalDataItem) -> bool:
         """Tell whether an item is encoded."""
@@ -260,7 +187,7 @@ class ItemKeeper:
                 count += len(twins)
         return count
 
-    def dropped(self, item: MultimodalDataItem) -> None:
+    def done(self, item: MultimodalDataItem) -> None:
         """Do nothing: the rows are on the item."""
 
     def check(self, plan: EncodePlan, item: MultimodalDataItem, width: int, levels: int) -> None:
@@ -270,23 +197,10 @@ class ItemKeeper:
         except RowsError as error:
             raise request_error(plan, item, error) from error
 
-    def layout(
-        self,
-        plan: EncodePlan,
-        chosen: npt.NDArray[np.bool_],
-        num_rows: int,
-        columns: tuple[int, int],
-        device: torch.device,
-        mover: FeatureMover,
-        known: RowMap | None = None,
-    ) -> Layout:
+    def layout(self, wanted: Wanted) -> Layout:
         """Lay out the items' tensors."""
-
-        def rows_of(item: MultimodalDataItem) -> torch.Tensor:
-            rows: torch.Tensor = item.encoded_deepstack if columns[0] else item.encoded
-            return rows
-
-        return listed_layout(plan, chosen, num_rows, rows_of, device, mover, known)
+        name = "encoded_deepstack" if wanted.is_deep else "encoded"
+        return listed_layout(wanted, operator.attrgetter(name))
 
     def hold(self, item: MultimodalDataItem) -> None:
         """Do nothing: an item keeps its own rows."""
@@ -298,16 +212,15 @@ class ItemKeeper:
 def checked_items(
     plan: EncodePlan,
     items: Collection[MultimodalDataItem],
-    specs: Mapping[Modality, EncoderSpec],
-    model: Any,
+    levels: Mapping[Modality, int],
     width: int | None,
 ) -> dict[MultimodalDataItem, MultimodalError]:
-    """Give the errors of items whose own rows don't fit."""
+    """Give the errors of items whose own rows don't fit, by the deepstack levels of their modalities."""
     problems: dict[MultimodalDataItem, MultimodalError] = {}
     for item in items:
         if item.encoded is not None:
             try:
-                check_rows(item, width, levels_of(specs, model, item.modality))
+                check_rows(item, width, levels[item.modality])
             except RowsError as error:
                 problems[item] = request_error(plan, item, error)
     return problems

@@ -5,7 +5,6 @@ that are asked for; what a batch uses is held from its plan to the launch that r
 read.
 """
 
-import itertools
 import weakref
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
@@ -17,17 +16,19 @@ import torch
 from mmgraph.encoder_spec import EncoderSpec
 from mmgraph.errors import MultimodalError, PoolArgumentError, PoolFullError, RowsError
 from mmgraph.items import MultimodalDataItem, describe_item
-from mmgraph.keeping import Layout, checked_items, levels_of, request_error
+from mmgraph.keeping import checked_items, levels_by_modality, request_error
+from mmgraph.layouts import Layout, Wanted
 from mmgraph.modality import Modality
 from mmgraph.ops import RowMap
 from mmgraph.planning import EncodePlan
 from mmgraph.pool import EncoderPool
 from mmgraph.pool_lease import PoolLease
+from mmgraph.pool_places import Places
 from mmgraph.staging import FeatureMover
-from mmgraph.stored_rows import StoredKeeper, Unshared, own_rows
+from mmgraph.stored_rows import Spent, StoredKeeper, Unshared, own_rows
 
-# By item: the pools that drop its key with it, and the feature that its rows in them are of.
-_known: weakref.WeakKeyDictionary[MultimodalDataItem, "weakref.WeakSet[EncoderPool]"] = (
+# By item without a hash: the pools that drop its key with it.
+_dropping: weakref.WeakKeyDictionary[MultimodalDataItem, "weakref.WeakSet[EncoderPool]"] = (
     weakref.WeakKeyDictionary()
 )
 
@@ -38,7 +39,7 @@ class PoolKeeper(StoredKeeper):
     Args:
         pool: The pool.
         keeps_features: Whether items keep their features once they are encoded.
-        spent: Items whose features were dropped when they were encoded.
+        spent: Items that were encoded, with the features that they keep, or None.
         mover: Brings precomputed rows to the pool's device.
     """
 
@@ -46,7 +47,7 @@ class PoolKeeper(StoredKeeper):
         self,
         pool: EncoderPool,
         keeps_features: bool,
-        spent: "weakref.WeakSet[MultimodalDataItem]",
+        spent: Spent,
         mover: FeatureMover,
     ) -> None:
         super().__init__(keeps_features, spent)
@@ -62,10 +63,8 @@ class PoolKeeper(StoredKeeper):
         for item in plan.items:
             if item in self._there:
                 continue
-            if item.share_key is None and item.feature is not None and item in self._spent:
-                # It was given a feature anew, of which the rows that are stored are not.
+            if item.share_key is None and self.has_new_feature(item):
                 self.pool.drop(self.key(item))
-                self._spent.discard(item)
             try:
                 if self.lease.pin(self.key(item), item.num_tokens):
                     self._there.add(item)
@@ -80,7 +79,7 @@ class PoolKeeper(StoredKeeper):
         failures = self.find(plan)
         if width is None:
             return failures
-        levels = {item: levels_of(specs, model, item.modality) for item in plan.items}
+        levels = levels_by_modality(specs, model, plan.items)
         most = max(levels.values(), default=0)
         if self.pool.width < width * (1 + most):
             raise PoolArgumentError(
@@ -88,7 +87,7 @@ class PoolKeeper(StoredKeeper):
                 f"of {most} deepstack levels; make a wider pool"
             )
         for item in plan.items:
-            if item in self._there and not self._fits(item, width, levels[item]):
+            if item in self._there and not self._fits(item, width, levels[item.modality]):
                 self._misfits[item] = f"{list(self.lease.columns(self.key(item)))} columns wide"
                 self.pool.drop(self.key(item))
                 self.lease.give_up([self.key(item)])
@@ -97,11 +96,13 @@ class PoolKeeper(StoredKeeper):
             source = None if item in self._there or item in failures else own_rows(plan, item)
             if source is None:
                 continue
-            unfit = checked_items(plan, [source], specs, model, width)
+            unfit = checked_items(plan, [source], levels, width)
             wrong = {item: unfit[source]} if unfit else self.reserve(plan, [item], isolate=True)
             if not wrong:
                 try:
-                    self.keep([item], source.encoded, source.encoded_deepstack if levels[item] else None)
+                    self.keep(
+                        [item], source.encoded, source.encoded_deepstack if levels[item.modality] else None
+                    )
                 except MultimodalError as error:
                     wrong = {item: request_error(plan, item, error)}
                     self.cancel()
@@ -170,8 +171,8 @@ class PoolKeeper(StoredKeeper):
         self._reserved.difference_update(keys)
         self._there.update(items)
         for item, key in zip(items, keys, strict=True):
-            if isinstance(key, Unshared) and self.pool not in _known.setdefault(item, weakref.WeakSet()):
-                _known[item].add(self.pool)
+            if isinstance(key, Unshared) and self.pool not in _dropping.setdefault(item, weakref.WeakSet()):
+                _dropping[item].add(self.pool)
                 weakref.finalize(item, _drop, weakref.ref(self.pool), key).atexit = False
 
     def cancel(self) -> None:
@@ -193,51 +194,38 @@ class PoolKeeper(StoredKeeper):
                 request=request,
             )
 
-    def layout(
-        self,
-        plan: EncodePlan,
-        chosen: npt.NDArray[np.bool_],
-        num_rows: int,
-        columns: tuple[int, int],
-        device: torch.device,
-        mover: FeatureMover,
-        known: RowMap | None = None,
-    ) -> Layout:
+    def layout(self, wanted: Wanted) -> Layout:
         """Lay out the pool itself: no row is moved."""
-        parts = [self.pool.tensor[:, slice(*columns)]]
-        if known is not None:
-            return Layout(parts, known)
-        items = list(itertools.compress(plan.range_items, chosen.tolist()))
+        parts = [self.pool.tensor[:, slice(*wanted.columns)]]
+        if wanted.known is not None:
+            return Layout(parts, wanted.known.row_map)
+        plan, items = wanted.plan, wanted.items
         places = {item: self.lease.places(self.key(item)) for item in dict.fromkeys(items)}
-        dst_start, dst_end, src_start = plan.dst_start[chosen], plan.dst_end[chosen], plan.src_start[chosen]
-        room = {item: place.rows for item, place in places.items()}
-        beyond = src_start + (dst_end - dst_start) >= np.array([room[item] for item in items], dtype=np.int64)
+        self._check_room(wanted, items, places)
+        sources = plan.src_start[wanted.chosen]
+        if all(len(place.starts) == 1 for place in places.values()):
+            first = {item: int(place.starts[0]) for item, place in places.items()}
+            shifts = np.array([first[item] for item in items], dtype=np.int64)
+            return Layout(parts, wanted.row_map(sources + shifts, self.pool.rows))
+        table = _cut_at_runs(wanted, items, places)
+        row_map = RowMap.from_ranges(wanted.num_rows, *table, pool_rows=self.pool.rows)
+        return Layout(parts, row_map)
+
+    @staticmethod
+    def _check_room(
+        wanted: Wanted, items: Sequence[MultimodalDataItem], places: Mapping[MultimodalDataItem, Places]
+    ) -> None:
+        plan, chosen = wanted.plan, wanted.chosen
+        rows = {item: place.rows for item, place in places.items()}
+        last = plan.src_start[chosen] + (plan.dst_end[chosen] - plan.dst_start[chosen])
+        beyond = last >= np.array([rows[item] for item in items], dtype=np.int64)
         if beyond.any():
             item = items[int(np.argmax(beyond))]
             raise RowsError(
-                f"{describe_item(item)} has {room[item]} rows in the pool and the plan uses more; plan again, since "
+                f"{describe_item(item)} has {rows[item]} rows in the pool and the plan uses more; plan again, since "
                 "its offsets were changed",
                 request=plan.request_of(item),
             )
-        ranges = dst_start, dst_end, src_start
-        if all(len(place.starts) == 1 for place in places.values()):
-            first = {item: int(place.starts[0]) for item, place in places.items()}
-            ranges = dst_start, dst_end, src_start + np.array([first[item] for item in items], dtype=np.int64)
-        else:
-            cut: list[tuple[int, int, int]] = []
-            columns_of = zip(dst_start.tolist(), dst_end.tolist(), src_start.tolist(), items, strict=True)
-            for begin, end, source, item in columns_of:
-                for start, count in zip(
-                    places[item].starts.tolist(), places[item].counts.tolist(), strict=True
-                ):
-                    rows = min(count - source, end - begin + 1)
-                    if rows > 0:
-                        cut.append((begin, begin + rows - 1, start + source))
-                        begin += rows
-                    source = max(0, source - count)
-            table = np.array(cut, dtype=np.int64).reshape(-1, 3)
-            ranges = table[:, 0], table[:, 1], table[:, 2]
-        return Layout(parts, RowMap.from_ranges(num_rows, *ranges, pool_rows=self.pool.rows))
 
     def hold(self, item: MultimodalDataItem) -> PoolLease | None:
         """Hold an item's rows with a lease of its own, which ends when it is lost, too."""
@@ -254,3 +242,20 @@ def _drop(pool: "weakref.ref[EncoderPool]", key: Hashable) -> None:
     there = pool()
     if there is not None:
         there.drop(key)
+
+
+def _cut_at_runs(
+    wanted: Wanted, items: Sequence[MultimodalDataItem], places: Mapping[MultimodalDataItem, Places]
+) -> npt.NDArray[np.int64]:
+    """Cut ranges where their items' rows go on in another run; give first rows, last rows and places, ``[3, n]``."""
+    plan, chosen = wanted.plan, wanted.chosen
+    ranges = (plan.dst_start[chosen], plan.dst_end[chosen], plan.src_start[chosen])
+    cut: list[tuple[int, int, int]] = []
+    for begin, end, source, item in zip(*(column.tolist() for column in ranges), items, strict=True):
+        for start, count in zip(places[item].starts.tolist(), places[item].counts.tolist(), strict=True):
+            rows = min(count - source, end - begin + 1)
+            if rows > 0:
+                cut.append((begin, begin + rows - 1, start + source))
+                begin += rows
+            source = max(0, source - count)
+    return np.array(cut, dtype=np.int64).reshape(-1, 3).T

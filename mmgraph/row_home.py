@@ -19,7 +19,7 @@ from mmgraph.pool import EncoderPool
 from mmgraph.pool_keeping import PoolKeeper
 from mmgraph.row_cache import RowCache
 from mmgraph.staging import FeatureMover, settled
-from mmgraph.stored_rows import Unshared, key_of, settle_lost
+from mmgraph.stored_rows import Spent, Unshared, key_of, settle_lost
 from mmgraph.unfinished import UnfinishedItems
 
 _ON_ITEMS = ItemKeeper()
@@ -49,7 +49,7 @@ class RowHome:
         self.keep_features = keep_features
         self.unfinished = UnfinishedItems()
         self._mover = mover
-        self._spent: weakref.WeakSet[MultimodalDataItem] = weakref.WeakSet()
+        self._spent: Spent = weakref.WeakKeyDictionary()
 
     def check(self, device: torch.device) -> None:
         """Raise PoolArgumentError unless a pool is on the device of ``input_ids``."""

@@ -5,13 +5,17 @@ a key of its own; what an error says of an item that can't be encoded again is w
 """
 
 import weakref
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Hashable
+from typing import Any
 
 from mmgraph.errors import EvictedError, MissingFeatureError, RowsError
 from mmgraph.items import MultimodalDataItem, describe_item
 from mmgraph.keeping import no_feature_error
 from mmgraph.planning import EncodePlan
+
+Spent = weakref.WeakKeyDictionary[MultimodalDataItem, Any]
 
 
 class Unshared:
@@ -45,15 +49,15 @@ def settle_lost() -> None:
         _lost.popleft()()
 
 
-class StoredKeeper:
+class StoredKeeper(ABC):
     """The common part of the keepers.
 
     Args:
         keeps_features: Whether items keep their features once they are encoded.
-        spent: Items whose features were dropped when they were encoded.
+        spent: Items that were encoded, with the features that they keep, or None.
     """
 
-    def __init__(self, keeps_features: bool, spent: "weakref.WeakSet[MultimodalDataItem]") -> None:
+    def __init__(self, keeps_features: bool, spent: Spent) -> None:
         self.keeps_features = keeps_features
         self.released = False
         self._spent = spent
@@ -64,9 +68,9 @@ class StoredKeeper:
         """Give the key that an item has in this batch."""
         return self._keys.setdefault(item, key_of(item))
 
+    @abstractmethod
     def has(self, item: MultimodalDataItem) -> bool:
         """Tell whether an item's rows are there."""
-        raise NotImplementedError
 
     def no_feature(self, plan: EncodePlan, item: MultimodalDataItem) -> MissingFeatureError:
         """Make the error of an item without a feature; one that was encoded before has been evicted."""
@@ -91,9 +95,16 @@ class StoredKeeper:
         """Count the twins of items that are there: they have the items' keys."""
         return sum(len(twins) for item, twins in plan.aliases_by_canonical.items() if self.has(item))
 
-    def dropped(self, item: MultimodalDataItem) -> None:
-        """Remember an item whose feature was dropped."""
-        self._spent.add(item)
+    def done(self, item: MultimodalDataItem) -> None:
+        """Remember the feature that an item's rows are of, which is dropped unless features are kept."""
+        self._spent[item] = item.feature if self.keeps_features else None
+
+    def has_new_feature(self, item: MultimodalDataItem) -> bool:
+        """Tell whether an item was given a feature since its rows were made; it is then forgotten that they were."""
+        if item.feature is None or item not in self._spent or self._spent[item] is item.feature:
+            return False
+        del self._spent[item]
+        return True
 
     def missing_error(self, plan: EncodePlan, item: MultimodalDataItem) -> RowsError:
         """Make the error of an item whose rows should be there."""

@@ -15,8 +15,8 @@ import torch
 from mmgraph.ops.checks import UNUSED_RANGE, kind_of
 from mmgraph.ops.errors import ArgumentError
 from mmgraph.ops.launching import on_device
-from mmgraph.ops.pinned_ring import on_loan, upload
 from mmgraph.ops.registration import overload
+from mmgraph.ops.slot_ring import on_loan, upload
 
 _Indices = npt.NDArray[np.int64]
 

@@ -215,7 +215,7 @@ def test_one_map_is_made_where_all_items_have_deep_rows(form, modality, maps, mo
             made.append(args)
             return RowMap.from_ranges(*args, **fields)
 
-    monkeypatch.setattr("mmgraph.keeping.RowMap", Counted)
+    monkeypatch.setattr("mmgraph.layouts.RowMap", Counted)
     items = [deep_item(), simple_item([(0, 2)], modality)]
     if modality is Modality.IMAGE:
         items[1] = MultimodalDataItem("image", [(0, 2)], feature=feature_for(modality, 1, 3, WIDE))

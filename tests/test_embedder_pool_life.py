@@ -319,9 +319,11 @@ def test_a_hash_that_is_set_in_a_batch_harms_it_not(kind):
     assert torch.equal(embedder.assemble(plan, zeros(4), TABLE, IMAGE)[0], expected)
 
 
-@HOMES
-def test_an_item_without_a_hash_may_be_given_new_contents(kind):
-    embedder = MultimodalEmbedder(pool=None if kind == "items" else make(kind))
+@pytest.mark.parametrize(
+    ("kind", "keep"), [("items", False), ("pool", False), ("pool", True), ("cache", False), ("cache", True)]
+)
+def test_an_item_without_a_hash_may_be_given_new_contents(kind, keep):
+    embedder = MultimodalEmbedder(pool=None if kind == "items" else make(kind), keep_features=keep)
     item = simple_item([(0, 3)])
     for variant in range(3):
         item.encoded, item.feature = None, feature_for(Modality.IMAGE, variant, 4)

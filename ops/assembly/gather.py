@@ -20,9 +20,9 @@ from mmgraph.ops.assembly.cuda import adjacent, row_stride, shape_of
 from mmgraph.ops.error_flag import Fault, flag_for
 from mmgraph.ops.errors import ArgumentError
 from mmgraph.ops.launching import launch, on_device
-from mmgraph.ops.pinned_ring import on_loan
 from mmgraph.ops.registration import kernel_module, overload
 from mmgraph.ops.row_map import INDEX_STRIDE, RowMap
+from mmgraph.ops.slot_ring import on_loan
 
 Tensor = torch.Tensor
 
@@ -72,8 +72,10 @@ def joined(table: Tensor, tensors: Sequence[Tensor]) -> Tensor:
     if not tensors:
         return table.new_empty((0, table.shape[1]))
     check_dense("assemble_embeddings", tensors)
-    dtype = _common_dtype([one.dtype for one in tensors])
-    return torch.cat([one.to(dtype) for one in tensors])
+    if len({one.dtype for one in tensors}) > 1:
+        dtype = _common_dtype([one.dtype for one in tensors])
+        tensors = [one.to(dtype) for one in tensors]
+    return torch.cat(list(tensors))
 
 
 def _common_dtype(dtypes: Iterable[torch.dtype]) -> torch.dtype:

@@ -139,10 +139,10 @@ def _clean_up(
         for finished in (item, *plan.aliases_by_canonical.get(item, ())):
             if finished.feature is None:
                 continue
+            keeper.done(finished)
             if keeper.keeps_features:
                 features.retain(finished)
                 continue
-            keeper.dropped(finished)
             raw, handles = features.drop(finished)
             used_up += handles
             recorder.count(features_released=int(raw))

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from mmgraph import ops
-from mmgraph.ops import pinned_ring
+from mmgraph.ops import slot_ring
 
 GPU = torch.device("cuda", 0)
-SLOTS = pinned_ring._SLOTS
+SLOTS = slot_ring._SLOTS
 
 
 class Event:
@@ -59,13 +59,13 @@ def driver(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"stream {state.stream[0]}")
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: state.capturing)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentStream", lambda index: state.stream, raising=False)
-    monkeypatch.setattr(pinned_ring, "on_device", lambda device: torch.inference_mode(False))
-    monkeypatch.setattr(pinned_ring, "_rings", {})
+    monkeypatch.setattr(slot_ring, "on_device", lambda device: torch.inference_mode(False))
+    monkeypatch.setattr(slot_ring, "_rings", {})
     return state
 
 
 def test_a_slot_is_used_again_once_its_event_has_passed_and_not_before():
-    ring = pinned_ring.PinnedRing(GPU)
+    ring = slot_ring.SlotRing(GPU)
     first = ring.take(10)
     ring.give_back(first)
     second = ring.take(10)
@@ -76,7 +76,7 @@ def test_a_slot_is_used_again_once_its_event_has_passed_and_not_before():
 
 
 def test_the_oldest_is_tried_first():
-    ring = pinned_ring.PinnedRing(GPU)
+    ring = slot_ring.SlotRing(GPU)
     slots = [ring.take(10) for _ in range(3)]
     for index in (1, 2, 0):
         ring.give_back(slots[index])
@@ -86,7 +86,7 @@ def test_the_oldest_is_tried_first():
 
 
 def test_with_all_slots_in_flight_the_oldest_is_waited_for():
-    ring = pinned_ring.PinnedRing(GPU)
+    ring = slot_ring.SlotRing(GPU)
     slots = [ring.take(10) for _ in range(SLOTS)]
     assert len(set(map(id, slots))) == SLOTS
     for slot in reversed(slots):
@@ -98,7 +98,7 @@ def test_with_all_slots_in_flight_the_oldest_is_waited_for():
 
 
 def test_slots_that_are_all_being_filled_are_not_waited_for():
-    ring = pinned_ring.PinnedRing(GPU)
+    ring = slot_ring.SlotRing(GPU)
     slots = [ring.take(10) for _ in range(SLOTS + 2)]
     assert len(set(map(id, slots))) == SLOTS + 2
     assert Event.waited == []
@@ -108,7 +108,7 @@ def test_slots_that_are_all_being_filled_are_not_waited_for():
     ("size", "rounded"), [(1, 4096), (4096, 4096), (4097, 16384), (16384, 16384), (16385, 65536)]
 )
 def test_sizes_round_up_to_powers_of_four_and_have_slots_of_their_own(size, rounded):
-    ring = pinned_ring.PinnedRing(GPU)
+    ring = slot_ring.SlotRing(GPU)
     slot = ring.take(size)
     assert slot.size == slot.pinned.numel() == slot.copy.numel() == rounded
     ring.give_back(slot)
@@ -121,26 +121,26 @@ def test_sizes_round_up_to_powers_of_four_and_have_slots_of_their_own(size, roun
 def test_a_loan_holds_the_values_and_ends_on_the_stream_that_is_current_then(driver):
     for dtype, kind in ((np.int32, torch.int32), (np.int64, torch.int64)):
         values = np.arange(7, dtype=dtype) - 3
-        with pinned_ring.on_loan(values, GPU, "a test") as lent:
+        with slot_ring.on_loan(values, GPU, "a test") as lent:
             assert lent.dtype == kind
             assert lent[:7].tolist() == values.tolist()
-            other = pinned_ring.ring_of(GPU, "a test").take(1)
+            other = slot_ring.ring_of(GPU, "a test").take(1)
             assert other.copy.data_ptr() != lent.data_ptr()
             driver.stream = (2, 0, 1)
-        (slot,) = pinned_ring.ring_of(GPU, "a test")._slots[4096]
+        (slot,) = slot_ring.ring_of(GPU, "a test")._slots[4096]
         assert slot.copy.data_ptr() == lent.data_ptr()
         assert slot.event.streams[-1] == "stream 2"
         assert not slot.event.passed
-        pinned_ring._rings.clear()
+        slot_ring._rings.clear()
         driver.stream = (1, 0, 1)
 
 
 def test_an_upload_is_a_tensor_of_its_own():
     values = np.arange(12, dtype=np.int32).reshape(3, 4)
-    first = pinned_ring.upload(values, GPU, "a test")
-    ring = pinned_ring.ring_of(GPU, "a test")
+    first = slot_ring.upload(values, GPU, "a test")
+    ring = slot_ring.ring_of(GPU, "a test")
     ring._slots[4096][0].event.passed = True
-    pinned_ring.upload(values + 100, GPU, "a test")
+    slot_ring.upload(values + 100, GPU, "a test")
     assert len(ring._slots[4096]) == 1
     assert first.tolist() == values.tolist()
 
@@ -150,24 +150,24 @@ def test_a_loan_whose_block_or_copy_fails_gives_its_slot_back(monkeypatch):
         raise RuntimeError("the driver says no")
 
     values = np.arange(4, dtype=np.int32)
-    with pytest.raises(ZeroDivisionError), pinned_ring.on_loan(values, GPU, "a test"):
+    with pytest.raises(ZeroDivisionError), slot_ring.on_loan(values, GPU, "a test"):
         _ = 1 / 0
-    ring = pinned_ring.ring_of(GPU, "a test")
+    ring = slot_ring.ring_of(GPU, "a test")
     (slot,) = ring._slots[4096]
     slot.event.passed = True
     with monkeypatch.context() as patch:
         patch.setattr(torch.Tensor, "copy_", fail)
         with pytest.raises(RuntimeError, match="says no"):
-            pinned_ring.on_loan(values, GPU, "a test").__enter__()
+            slot_ring.on_loan(values, GPU, "a test").__enter__()
     assert list(ring._slots[4096]) == [slot]
     assert not slot.event.passed
     slot.event.passed = True
-    with pinned_ring.on_loan(values, GPU, "a test") as lent:
+    with slot_ring.on_loan(values, GPU, "a test") as lent:
         assert lent.data_ptr() == slot.copy.data_ptr()
 
 
 def test_a_slot_that_could_not_be_made_does_not_count(driver):
-    ring = pinned_ring.PinnedRing(GPU)
+    ring = slot_ring.SlotRing(GPU)
     ring.give_back(ring.take(1))
     driver.full = True
     for _ in range(SLOTS):
@@ -183,8 +183,8 @@ def test_a_capture_is_refused_before_a_slot_is_taken(driver):
     driver.capturing = True
     values = np.zeros(1, dtype=np.int32)
     with pytest.raises(ops.DuringCaptureError, match="a test can't run inside a capture"):
-        pinned_ring.on_loan(values, GPU, "a test")
-    assert pinned_ring._rings == {}
+        slot_ring.on_loan(values, GPU, "a test")
+    assert slot_ring._rings == {}
 
 
 def test_threads_never_share_a_slot_and_lose_none():
@@ -196,7 +196,7 @@ def test_threads_never_share_a_slot_and_lose_none():
         barrier.wait()
         for turn in range(150):
             values = np.full(8, 1000 * number + turn, dtype=np.int64)
-            with pinned_ring.on_loan(values, GPU, "a test") as lent:
+            with slot_ring.on_loan(values, GPU, "a test") as lent:
                 with lock:
                     if lent.data_ptr() in held:
                         wrong.append("shared")
@@ -212,6 +212,6 @@ def test_threads_never_share_a_slot_and_lose_none():
     for thread in threads:
         thread.join()
     assert wrong == []
-    ring = pinned_ring.ring_of(GPU, "a test")
+    ring = slot_ring.ring_of(GPU, "a test")
     assert len(ring._slots[4096]) == ring._made[4096]
     assert 1 <= ring._made[4096] <= SLOTS

@@ -39,7 +39,7 @@ class _Slot:
         self.event = torch.cuda.Event()
 
 
-class PinnedRing:
+class SlotRing:
     """The slots of one device."""
 
     def __init__(self, device: torch.device) -> None:
@@ -90,11 +90,11 @@ class PinnedRing:
         return slot
 
 
-_rings: dict[torch.device, PinnedRing] = {}
+_rings: dict[torch.device, SlotRing] = {}
 _rings_lock = threading.Lock()
 
 
-def ring_of(device: torch.device, what: str) -> PinnedRing:
+def ring_of(device: torch.device, what: str) -> SlotRing:
     """The ring of a CUDA device.
 
     Args:
@@ -114,7 +114,7 @@ def ring_of(device: torch.device, what: str) -> PinnedRing:
         if device == torch.device("cuda"):  # no index given
             return ring_of(torch.device("cuda", torch.cuda.current_device()), what)
         with _rings_lock:
-            ring = _rings.setdefault(device, PinnedRing(device))
+            ring = _rings.setdefault(device, SlotRing(device))
     return ring
 
 
