@@ -1,7 +1,7 @@
 """Writes the tables of the manual from the results that they show.
 
 A page holds ``<!-- table: bench/results/h200/NAME.json -->`` and, behind the table, ``<!-- end of table -->``;
-what stands between is made here. A test runs the check.
+what stands between is made here, or says that there is no such file yet. A test runs the check.
 
     python bench/tables.py [--check]
 """
@@ -167,10 +167,108 @@ def rope(data: dict[str, Any]) -> str:
     return f"{_where(data)}{table(data['rows'], forward)}\n\n{table(data['backward'], names)}"
 
 
+PENDING = "Not measured yet."
+
+
 def replay(data: dict[str, Any]) -> str:
-    names = ("eager us", "manager us", "by hand us", "bare us", "reduce-overhead us")
-    rows = [(str(r["kernels"]), *(f"{r[name]:.1f}" for name in names)) for r in data["rows"]]
-    return _where(data) + markdown(("kernels", *names), rows)
+    if "way" not in data["rows"][0]:
+        return PENDING  # of the benchmark that this one replaced
+    ways = list(dict.fromkeys(row["way"] for row in data["rows"]))
+    cases = list(dict.fromkeys((row["kernels"], row["parameters"]) for row in data["rows"]))
+    found = {(row["kernels"], row["parameters"], row["way"]): row for row in data["rows"]}
+    own = list(dict.fromkeys(name for row in data["own"] for name in row if name.endswith("_kernel")))
+    measured = [row for row in data["rows"] if row["equal"] is not None]
+
+    def table(key: str) -> str:
+        made = [
+            (f"{kernels}, {parameters}", *(_us(found[kernels, parameters, way][key]) for way in ways))
+            for kernels, parameters in cases
+        ]
+        return markdown(("kernels, parameters", *ways), made)
+
+    kernels = [
+        (f"{r['kernels']}, {r['parameters']}", *(_us(r.get(name)) for name in own)) for r in data["own"]
+    ]
+    guard = [
+        (str(r["parameters"]), str(r["watched"]), f"{r['epoch us']:.1f}", f"{r['always us']:.1f}")
+        for r in data["guard"]
+    ]
+    return (
+        f"{_where(data)}On the host, us:\n\n{table('host us')}\n\n"
+        f"In a row, us:\n\n{table('in a row us')}\n\n"
+        f"On the device, us:\n\n{table('device us')}\n\n"
+        f"{sum(row['equal'] for row in measured)} of {len(measured)} results are equal to the function's.\n\n"
+        f"The manager's own kernels in a call, us on the device:\n\n"
+        f"{markdown(('kernels, parameters', *own), kernels)}\n\n"
+        f"The check of the weights alone, us on the host:\n\n"
+        f"{markdown(('parameters', 'watched', 'epoch', 'always'), guard)}"
+    )
+
+
+def _us(value: float | None) -> str:
+    return "" if value is None else f"{value:.1f}"
+
+
+def _mib(value: int | None) -> str:
+    return "" if value is None else f"{value / (1 << 20):.1f}"
+
+
+def _seconds(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}"
+
+
+def graph_memory(data: dict[str, Any]) -> str:
+    rows = data["rows"]
+    parts = ("static", "pool", "executable", "workspace", "total")
+    memory = [
+        (str(r["buckets"]), *(_mib(r[name]) for name in parts), f"{r['ratio']:.3f}", _mib(r["reserved"]))
+        + tuple(_mib(r[name]) for name in ("driver", "one pool reserved", "own pools reserved"))
+        for r in rows
+    ]
+    times = [
+        (
+            str(r["buckets"]),
+            _mib(r["predicted"]),
+            "" if r["off"] is None else f"{r['off']:+.1%}",
+            *(_seconds(r[name]) for name in ("predict seconds", "seconds", "seconds a bucket")),
+            *(_seconds(r[name]) for name in ("one pool seconds", "own pools seconds")),
+        )
+        for r in rows
+    ]
+    compiled = [
+        (str(r["buckets"]), f"{r['seconds']:.1f}", f"{r['first bucket seconds']:.1f}", str(r["compilations"]))
+        for r in data["compiled"]
+    ]
+    worst = max(r["difference"] for r in rows)
+    header = ("buckets", *parts, "ratio", "reserved", "driver", "one pool: reserved", "own pools: reserved")
+    return (
+        f"{_where(data)}MiB:\n\n{markdown(header, memory)}\n\n"
+        "What was predicted of static buffers and pool, in MiB, and seconds:\n\n"
+        + markdown(
+            ("buckets", "predicted", "off by", "predict", "capture", "a bucket", "one pool", "own pools"), times
+        )
+        + f"\n\nLargest difference of a replay from the function: {worst:g}.\n\nWith `compile=True`:\n\n"
+        + markdown(("buckets", "seconds", "of the slowest bucket", "compilations"), compiled)
+    )
+
+
+def soak(data: dict[str, Any]) -> str:
+    counts = ("calls", "compared at once", "compared later", "poisonings", "failures")
+    parts = [
+        (r["part"], *(str(r[name]) for name in counts), f"{r['seconds']:.0f}", f"{r['us a call']:.1f}")
+        for r in data["rows"]
+    ]
+    kinds = [
+        f"{kind} {when}"
+        for kind in ("allocated", "reserved", "driver", "host")
+        for when in ("first", "last", "most")
+    ]
+    memory = [(r["part"], *(_mib(r[kind]) for kind in kinds)) for r in data["rows"]]
+    return (
+        f"{_where(data)}{markdown(('part', *counts, 'seconds', 'us a call'), parts)}\n\n"
+        f"{data['hits']} of {data['calls']} calls hit, in {data['buckets']} buckets. Memory between rounds, MiB:\n\n"
+        f"{markdown(('part', *kinds), memory)}"
+    )
 
 
 RENDER: dict[str, Callable[[dict[str, Any]], str]] = {
@@ -180,6 +278,8 @@ RENDER: dict[str, Callable[[dict[str, Any]], str]] = {
     "attention": attention,
     "regret": regret,
     "replay": replay,
+    "graph_memory": graph_memory,
+    "soak": soak,
     "rope": rope,
 }
 
@@ -194,8 +294,10 @@ def filled(text: str) -> str:
 
     def replace(match: re.Match[str]) -> str:
         path = Path(match["path"])
-        data = json.loads((ROOT / path).read_text())
-        return f"{match[1]}\n{RENDER[path.stem](data)}\n\n{match[3]}"
+        made = PENDING
+        if (ROOT / path).exists():
+            made = RENDER[path.stem](json.loads((ROOT / path).read_text()))
+        return f"{match[1]}\n{made}\n\n{match[3]}"
 
     return BLOCK.sub(replace, text)
 

@@ -2,12 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 
-__all__ = ["cuda_begin_raw_capture", "cuda_drop_pool", "cuda_memset", "storage_use_count"]
+__all__ = [
+    "compiler_backend",
+    "compiler_callback",
+    "compiler_stance",
+    "cuda_begin_raw_capture",
+    "cuda_drop_pool",
+    "cuda_memset",
+    "cuda_new_stream",
+    "graph_break_reasons",
+    "metadata_check",
+    "no_torch_function",
+    "same_addresses",
+    "storage_use_count",
+    "without_duck_shapes",
+]
+
+# Builds without CUDA lack it.
+_equal_addresses: Callable[..., bool] | None = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)
 
 
 def storage_use_count(storage: torch.UntypedStorage) -> int:
@@ -26,6 +45,43 @@ def cuda_begin_raw_capture(stream: torch.cuda.Stream) -> None:
     status = driver.cuStreamBeginCapture_v2(ctypes.c_void_p(stream.cuda_stream), ctypes.c_int(relaxed))
     if status != 0:
         raise RuntimeError(f"cuStreamBeginCapture failed with CUresult {status}")
+
+
+@contextlib.contextmanager
+def cuda_allocating_in(device: torch.device, pool: Any, *, keep: bool) -> Iterator[None]:
+    """Has this thread's allocations come from a pool, given by a handle alone.
+
+    `torch.cuda.MemPool` would do as well, but ends the process when it is dropped while somebody captures.
+
+    Args:
+        device: of the pool.
+        pool: from `torch.cuda.graph_pool_handle`.
+        keep: whether the pool keeps its memory for good afterwards; else it is given up once it is unused.
+    """
+    index = device.index if device.index is not None else torch.cuda.current_device()
+    torch._C._cuda_beginAllocateCurrentThreadToPool(index, pool)
+    try:
+        yield
+    finally:
+        torch._C._cuda_endAllocateToPool(index, pool)
+        if not keep:
+            torch._C._cuda_releasePool(index, pool)
+
+
+def cuda_new_stream() -> int:
+    """The handle of a new stream on the current device that no pool of PyTorch's hands out. It is never destroyed.
+
+    Raises:
+        RuntimeError: the driver refused.
+    """
+    driver, stream = ctypes.CDLL("libcuda.so.1"), ctypes.c_void_p()
+    torch.cuda.mem_get_info()  # so that the device's context is current for this thread
+    status = driver.cuStreamCreate(
+        ctypes.byref(stream), ctypes.c_uint(1)
+    )  # 1: it doesn't wait for the default stream
+    if status != 0 or stream.value is None:
+        raise RuntimeError(f"cuStreamCreate failed with CUresult {status}")
+    return stream.value
 
 
 def cuda_memset(address: int, byte: int, count: int, stream: torch.cuda.Stream) -> None:
@@ -50,3 +106,97 @@ def cuda_drop_pool(device: torch.device, pool: Any) -> None:
     index = device.index if device.index is not None else torch.cuda.current_device()
     torch._C._cuda_endAllocateToPool(index, pool)
     torch._C._cuda_releasePool(index, pool)
+
+
+def no_torch_function() -> contextlib.AbstractContextManager[object]:
+    """Inside, tensors' attributes and methods run no `__torch_function__`, of a subclass or of a mode."""
+    return torch._C.DisableTorchFunction()
+
+
+def same_addresses(tensors: list[torch.Tensor], addresses: list[int], indices: list[int]) -> bool:
+    """Whether each tensor's data lies where it lay.
+
+    Args:
+        tensors: tensors with memory of their own.
+        addresses: their `data_ptr`s, as they were.
+        indices: which of them to look at, as PyTorch wants it: all of them, in order.
+    """
+    if _equal_addresses is not None:
+        return bool(_equal_addresses(tensors, addresses, indices))
+    with no_torch_function():
+        return list(map(torch.Tensor.data_ptr, tensors)) == addresses
+
+
+def metadata_check(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
+    """A fast check that tensors have the type, dtype, device, sizes and strides that these have now.
+
+    It answers no, too, where only the mode of gradients or inference, or `requires_grad`, differs from now.
+
+    Args:
+        tensors: different tensors, each with memory of its own.
+
+    Returns:
+        A function of the same number of tensors.
+    """
+    sizes: list[Any] = [list(t.shape) for t in tensors]
+    strides: list[Any] = [list(t.stride()) for t in tensors]
+    guards = torch._C._dynamo.guards.TensorGuards(
+        *tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides
+    )
+    return guards.check
+
+
+def compiler_backend(name: str, options: dict[str, Any]) -> Callable[[Any, Any], Any]:
+    """A backend of torch.compile by name; Inductor takes options.
+
+    Raises:
+        Exception: there is no such backend.
+    """
+    if name == "inductor":
+        from torch._inductor.compile_fx import compile_fx
+
+        def inductor(graph: Any, inputs: Any) -> Any:
+            return compile_fx(graph, inputs, config_patches=options)
+
+        return inductor
+    from torch._dynamo.backends.registry import lookup_backend
+
+    backend: Callable[[Any, Any], Any] = lookup_backend(name)
+    return backend
+
+
+def compiler_callback(compiled: Any) -> Any:
+    """The backend that torch.compile was given for a module or function that it returned, or None."""
+    from torch._dynamo.eval_frame import innermost_backend
+
+    context = getattr(compiled, "dynamo_ctx", None)
+    if context is None:
+        function = getattr(compiled, "__func__", compiled)
+        variables = getattr(getattr(function, "__code__", None), "co_freevars", ())
+        cells = dict(zip(variables, getattr(function, "__closure__", None) or (), strict=False))
+        context = cells["self"].cell_contents if "self" in cells else None
+    callback = getattr(context, "callback", None)
+    return innermost_backend(callback) if callable(callback) else None
+
+
+def compiler_stance() -> str:
+    """What the process has told torch.compile to do: "default" or one of `torch.compiler.set_stance`'s."""
+    from torch._dynamo import eval_frame
+
+    return str(eval_frame._stance.stance)
+
+
+def graph_break_reasons() -> dict[str, int]:
+    """How often Dynamo has broken graphs in this process, by reason."""
+    from torch._dynamo.utils import counters
+
+    return dict(counters["graph_break"])
+
+
+def without_duck_shapes() -> contextlib.AbstractContextManager[None]:
+    """While open, sizes that are equal in a first call are not taken to be equal in every call."""
+    from torch.fx.experimental import _config
+
+    config: Any = _config
+    patch: contextlib.AbstractContextManager[None] = config.patch(use_duck_shape=False)
+    return patch

@@ -6,25 +6,32 @@ Example values, warm-up, checks of what the function returns, and the capture it
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from .buckets import Bucket
-from .cuda import DeviceGraph, DevicePool
+from .checking import prove_graph, verify_graph
+from .cuda import DeviceGraph
 from .errors import CaptureError, NotCapturableError, OutputError
-from .graph import BucketGraph, OutputPlan, Replayable, median_replay_seconds
-from .layout import LeafLayout, SharedBuffers, example_for_bucket, sizes_of_leaves
-from .memory import poison_pool, pool_bytes
+from .generation import Generation
+from .graph import BucketGraph, GraphKey, OutputPlan, Replayable, least_replay_seconds
+from .layout import LeafLayout, example_for_bucket, sizes_of_leaves
+from .memory import free_bytes, give_memory_back, rehearsal
 from .outputs import output_layout, refuse_tensors
-from .recorder import OutsideMemory, Recording
-from .spec import BucketSize, Constant, Signature
+from .publishing import publish
+from .recorder import Recording
+from .spec import BucketSize, Constant, Offsets, Rows
 from .state import StateSnapshot
 
-__all__ = ["Capturer", "autocast_state"]
+__all__ = ["CaptureOptions", "Capturer", "autocast_state", "is_capturing"]
+
+logger = logging.getLogger(__name__)
 
 # Set while this thread warms up or captures: a manager that is called meanwhile runs its function, which so
 # becomes part of the outer graph.
@@ -37,74 +44,66 @@ def autocast_state(device: torch.device) -> tuple[bool, torch.dtype | None]:
     return enabled, torch.get_autocast_dtype(device.type) if enabled else None
 
 
+def is_capturing(on_cuda: bool) -> bool:
+    """Whether the caller is being warmed up or captured at this moment, by a manager or on its own."""
+    if getattr(_CAPTURING, "depth", 0):
+        return True
+    return on_cuda and torch._C._cuda_isCurrentStreamCapturing()
+
+
+@dataclass(frozen=True)
+class CaptureOptions:
+    """How a manager captures.
+
+    Attributes:
+        warmup: runs before each capture.
+        verify: compare each graph with the function.
+        prove_padding: prove of each graph that no padding reaches a real row.
+        ignore: names of Python values that the function may set.
+        admit: called right before a capture with the bytes that it is expected to add; it raises to prevent it.
+        rehearse: find out these bytes by a run in a pool of its own.
+    """
+
+    warmup: int = 2
+    verify: bool = False
+    prove_padding: bool = False
+    ignore: tuple[str, ...] = ()
+    admit: Callable[[int], None] | None = None
+    rehearse: bool = False
+
+
 class Capturer:
-    """Captures buckets of one function on one device, into shared static buffers and one pool.
+    """Captures buckets of one function into a generation; made for one example, and dropped after it.
 
     Args:
-        fn: the function.
-        signature: its declared inputs and outputs.
-        layouts: of the input leaves.
-        buckets: every bucket that may be captured; the buffers are as large as the largest of them needs.
-        device: cpu or cuda.
-        warmup: runs before each capture.
+        fn: what is run.
+        generation: where the graphs go.
+        options: how to capture.
         example: one call's leaves.
+        mark: called for each static view with its sized axis, or None, before the function first sees it.
     """
 
     def __init__(
         self,
         fn: Callable[..., Any],
-        signature: Signature,
-        layouts: Sequence[LeafLayout | None],
-        buckets: Sequence[Bucket],
-        device: torch.device,
-        warmup: int,
+        generation: Generation,
+        options: CaptureOptions,
         example: Sequence[Any],
+        mark: Callable[[torch.Tensor, int | None], None] | None = None,
     ) -> None:
-        self.device = device
-        self.layouts = tuple(layouts)
+        self.device = generation.device
+        self.generation = generation
+        self.layouts = generation.layouts
+        self.options = options
         self._fn = fn
-        self._signature = signature
-        self._buckets = tuple(buckets)
-        self._warmup = warmup
+        self._mark = mark
+        self._signature = generation.signature
         self._example = tuple(example)
         self._snapshot: StateSnapshot | None = None
-        self._outside = OutsideMemory()
         #: Positions of the inputs that the function writes: on a miss it gets copies, as on a hit.
         self.written: set[int] = set()
-        self.autocast = autocast_state(device)
-        self._inputs = SharedBuffers(layouts, buckets)
-        self._outputs: SharedBuffers | None = None
-        self._output_plans: tuple[OutputPlan, ...] | None = None
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._pool = DevicePool() if device.type == "cuda" else None
-        if device.type == "cuda":
-            self._entered, self._left = torch.cuda.Event(), torch.cuda.Event()
-
-    @property
-    def backend(self) -> str:
-        """What replays: "cuda graphs" or "cpu recorder"."""
-        return "cuda graphs" if self._stream is not None else "cpu recorder"
-
-    @property
-    def static_bytes(self) -> int:
-        """Bytes of the shared static buffers."""
-        return self._inputs.nbytes + (self._outputs.nbytes if self._outputs is not None else 0)
-
-    @property
-    def pool_bytes(self) -> int:
-        """Bytes of the pool that the graphs share; 0 on a CPU, where recordings keep their own tensors."""
-        return pool_bytes(self._pool.handle) if self._pool is not None else 0
-
-    def poison(self) -> None:
-        """Fills the graphs' shared pool with NaN, in the order of replays."""
-        if self._pool is not None and self._stream is not None:
-            poison_pool(self._pool.handle, self._stream)
-
-    def inside_another_capture(self) -> bool:
-        """Whether the caller is being warmed up or captured at this moment, by a manager or on its own."""
-        if getattr(_CAPTURING, "depth", 0):
-            return True
-        return self._stream is not None and torch.cuda.is_current_stream_capturing()
+        #: Tensors from outside that operations of the watched runs read.
+        self.seen: list[torch.Tensor] = []
 
     @contextlib.contextmanager
     def state_preserved(self) -> Iterator[None]:
@@ -114,46 +113,19 @@ class Capturer:
             for leaf, value in zip(self._signature.inputs, self._example, strict=True)
             if isinstance(leaf.spec, Constant)
         ]
-        self._snapshot = StateSnapshot(self._fn, self.device, constants, self._inputs.storages)
+        generation = self.generation
+        own = [*generation.inputs.storages, generation.record, generation.fills]
+        self._snapshot = StateSnapshot(self._fn, self.device, constants, own, ignore=self.options.ignore)
         try:
             yield
         finally:
-            if self._stream is not None:
+            if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)
+            self.seen = self._snapshot.outside()
             self._snapshot.restore(everything=True)
             self._snapshot, self._example = None, ()
 
-    def settle(self) -> None:
-        """Waits until no replay is under way."""
-        if self._stream is not None:
-            self._stream.synchronize()
-
-    def on_owner_stream(self, work: Callable[[], None]) -> None:
-        """Runs `work` on the owner stream, which waits for the caller's stream and is waited for.
-
-        Graphs share library workspaces with all that was captured on the same stream, so they are replayed
-        there and nowhere else. Two events made once and bare switches cost the host less than the context
-        managers do.
-        """
-        if self._stream is None:
-            work()
-            return
-        caller = torch.cuda.current_stream()
-        if caller.device != self.device:
-            with torch.cuda.device(self.device):
-                self.on_owner_stream(work)
-            return
-        self._entered.record(caller)
-        self._stream.wait_event(self._entered)
-        torch.cuda.set_stream(self._stream)
-        try:
-            work()
-        finally:
-            torch.cuda.set_stream(caller)
-            self._left.record(self._stream)
-            caller.wait_event(self._left)
-
-    def capture(self, bucket: Bucket) -> BucketGraph:
+    def capture(self, bucket: Bucket, variant: Hashable = None) -> BucketGraph:
         """Warms up and captures one bucket.
 
         Every run, and the capture, begins with the state and the inputs that the first began with: a function that
@@ -164,84 +136,196 @@ class Capturer:
             Exception: whatever the function or the capture raised; the process is as it was before.
         """
         start = time.perf_counter()
+        generation = self.generation
         rows, values = self._example_at(bucket)
         views = tuple(row[0] if row is not None else None for row in rows)
+        begin = self._beginning(rows)
+        with self._on_capture_stream(), torch.no_grad(), _without_autocast_cache():
+            numbers = generation.numbers(bucket)
+            generation.set_record(numbers)
+            flat = self._watched_run(values, begin)
+            self._note_written(rows)
+            self._refuse_python_state(rows, values)
+            self._prepare_outputs(flat, bucket)
+            eager_seconds = self._warm_up(values, begin, bucket)
+            outputs = generation.output_views(bucket) if not generation.on_cuda else ()
+            plans = list(generation.output_plans or ())
 
-        snapshot = self._snapshot
-        if snapshot is None:
+            def work() -> None:
+                generation.open(bucket)
+                results = self._run(values)
+                for position, (plan, result) in enumerate(zip(plans, results, strict=True)):
+                    if plan.layout is None:
+                        plans[position] = OutputPlan(None, result)
+                publish(generation, results, outputs)
+
+            if self.options.admit is not None:
+                needed = self._rehearse(values, begin) if self.options.rehearse else 0
+                self.options.admit(max(0, needed - generation.pool_bytes) + generation.largest_executable)
+            begin()
+            self._make_ready()
+            free, grown = free_bytes(self.device), generation.pool_bytes
+            graph = self._graph_of(work, [view for view in (*views, *outputs) if view is not None])
+            grown = generation.pool_bytes - grown
+            executable = max(0, free - free_bytes(self.device) - grown)
+            try:
+                replay_seconds = least_replay_seconds(
+                    lambda: generation.replay(graph, numbers), generation.stream, begin
+                )
+                captured = BucketGraph(
+                    key=GraphKey(variant, bucket),
+                    inputs=views,
+                    outputs=outputs,
+                    plans=tuple(plans),
+                    graph=graph,
+                    capture_seconds=time.perf_counter() - start,
+                    replay_seconds=replay_seconds,
+                    eager_seconds=eager_seconds,
+                    pool_bytes=grown,
+                    executable_bytes=executable,
+                    elements=sum(view.numel() for view in (*views, *outputs) if view is not None),
+                )
+                if self.options.verify:
+                    verify_graph(self, captured, lambda: self._run(values), begin)
+                if self.options.prove_padding:
+                    prove_graph(self, captured, lambda: self._run(values), self._restore)
+            except BaseException:
+                self._settle()
+                graph.reset()
+                raise
+        return captured
+
+    def example_at(self, sizes: Bucket, *, fits: bool) -> list[torch.Tensor | None]:
+        """The example's rows for each tensor leaf, repeated or cut to given sizes."""
+        grid = self._signature.grid
+        return [
+            None if layout is None else example_for_bucket(layout, given, sizes, grid.within, fits=fits)
+            for layout, given in zip(self.layouts, self._example, strict=True)
+        ]
+
+    def example_fits(self, bucket: Bucket) -> bool:
+        """Whether a bucket holds the whole example."""
+        return self._signature.grid.holds(bucket, sizes_of_leaves(self._signature.inputs, self._example))
+
+    def _restore(self) -> None:
+        if self._snapshot is None:
             raise CaptureError("internal: a capture outside state_preserved")
+        self._snapshot.restore()
+
+    def _beginning(self, rows: Sequence[tuple[torch.Tensor, torch.Tensor] | None]) -> Callable[[], None]:
+        """What puts state and inputs to where every run begins."""
 
         def begin() -> None:
-            snapshot.restore()
+            self._restore()
             for row in rows:
                 if row is not None:
                     row[0].copy_(row[1])
 
+        return begin
+
+    def _watched_run(self, values: Sequence[Any], begin: Callable[[], None]) -> list[Any]:
+        """One run under watch, which torch.compile sits out."""
+        snapshot = self._snapshot
+        if snapshot is None:
+            raise CaptureError("internal: a capture outside state_preserved")
+        begin()
+        try:
+            with snapshot.watching():
+                return self._run(values)
+        except NotCapturableError:
+            raise
+        except Exception:
+            # Either the function fails, and does so again, or it can't be watched (torch.cond, flex_attention and
+            # others compile themselves, and refuse to under a watch).
+            begin()
+            with snapshot.watching(declared=False):
+                return self._run(values)
+
+    def _refuse_python_state(
+        self, rows: Sequence[tuple[torch.Tensor, torch.Tensor] | None], values: Sequence[Any]
+    ) -> None:
+        """Raises where the function sets a Python value at every run, which a replay doesn't."""
+        snapshot = self._snapshot
+        if snapshot is None:
+            raise CaptureError("internal: a capture outside state_preserved")
+
+        def again() -> None:
+            for row in rows:
+                if row is not None:
+                    row[0].copy_(row[1])
+            self._run(values)
+
+        snapshot.refuse_plain_changes(again)
+
+    def _warm_up(self, values: Sequence[Any], begin: Callable[[], None], bucket: Bucket) -> float:
+        """The runs that settle kernels; the least time of one."""
+        generation = self.generation
+        times = []
+        flat: list[Any] = []
+        for _ in range(self.options.warmup):
+            begin()
+            self._settle()
+            start = time.perf_counter()
+            flat = self._run(values)
+            self._settle()
+            times.append(time.perf_counter() - start)
+        self._check_outputs(flat, bucket)
+        if generation.ring is not None:
+            # The kernels of the graph's own nodes compile here, at the latest.
+            generation.ring.write(generation.numbers(bucket))
+            generation.open(bucket)
+            generation.ring.launched()
+            publish(generation, flat, ())
+            self._settle()
+        return min(times)
+
+    def rehearse(self, buckets: Sequence[Bucket]) -> int | None:
+        """The bytes that a pool would have after these buckets, largest first; 0 on a CPU, None where runs disagree.
+
+        The function runs in a pool of its own, which is dropped again: the allocator does there what it does in a
+        capture.
+        """
+        self._rehearse_all(buckets)  # what is made at first use stays
+        first, second = self._rehearse_all(buckets), self._rehearse_all(buckets)
+        return first if first == second else None
+
+    def _rehearse_all(self, buckets: Sequence[Bucket]) -> int:
         with self._on_capture_stream(), torch.no_grad(), _without_autocast_cache():
-            # One run under watch, which torch.compile sits out, then those that settle kernels.
-            begin()
-            try:
-                with snapshot.watching():
-                    flat = self._run(values)
-            except NotCapturableError:
-                raise
-            except Exception:
-                # Either the function fails, and does so again, or it can't be watched (torch.cond, flex_attention and
-                # others compile themselves, and refuse to under a watch).
-                begin()
-                with snapshot.watching(declared=False):
-                    flat = self._run(values)
-            self._note_written(rows)
-            self._prepare_outputs(flat, bucket)
-            for _ in range(self._warmup):
-                begin()
-                flat = self._run(values)
-            self._check_outputs(flat, bucket)
-            del flat
-            plans = list(self._output_plans or ())
-            buffers = self._outputs
-            outputs = tuple(
-                buffers.view(position, bucket) if buffers is not None and plan.layout is not None else None
-                for position, plan in enumerate(plans)
-            )
+            self._make_ready()
+            prepared = [self._example_at(bucket) for bucket in buckets]
+            with rehearsal(self.device) as taken:
+                for rows, values in prepared:
+                    self._beginning(rows)()
+                    self._run(values)
+                return taken()
 
-            def work() -> None:
-                for position, (result, target) in enumerate(zip(self._run(values), outputs, strict=True)):
-                    if target is not None:
-                        target.copy_(result)
-                    else:
-                        plans[position] = OutputPlan(None, result)
+    def _rehearse(self, values: Sequence[Any], begin: Callable[[], None]) -> int:
+        self._make_ready()
+        begin()
+        with rehearsal(self.device) as taken:
+            self._run(values)
+            return taken()
 
-            begin()
-            before = self.pool_bytes
-            graph = self._graph_of(work, [view for view in (*views, *outputs) if view is not None])
-            grown = self.pool_bytes - before
-            replay_seconds = median_replay_seconds(graph, self._stream, begin)
-        return BucketGraph(
-            bucket=bucket,
-            inputs=views,
-            outputs=outputs,
-            plans=tuple(plans),
-            graph=graph,
-            capture_seconds=time.perf_counter() - start,
-            replay_seconds=replay_seconds,
-            pool_bytes=grown,
-        )
+    def _settle(self) -> None:
+        if self.generation.stream is not None:
+            self.generation.stream.synchronize()
 
     def _example_at(self, bucket: Bucket) -> tuple[list[tuple[torch.Tensor, torch.Tensor] | None], list[Any]]:
         """For each leaf its static view and the example's rows for it, or None; and the function's argument."""
-        grid = self._signature.grid
-        fits = grid.holds(bucket, sizes_of_leaves(self._signature.inputs, self._example))
+        examples = self.example_at(bucket, fits=self.example_fits(bucket))
+        views = self.generation.views(bucket)
         rows: list[tuple[torch.Tensor, torch.Tensor] | None] = []
         values: list[Any] = []
-        for position, (leaf, layout) in enumerate(zip(self._signature.inputs, self.layouts, strict=True)):
-            given = self._example[position]
-            if layout is None:
+        for leaf, layout, given, view, example in zip(
+            self._signature.inputs, self.layouts, self._example, views, examples, strict=True
+        ):
+            if layout is None or view is None or example is None:
                 rows.append(None)
                 values.append(bucket[leaf.spec.dim] if isinstance(leaf.spec, BucketSize) else given)
                 continue
-            view = self._inputs.view(position, bucket)
-            rows.append((view, example_for_bucket(layout, given, bucket, grid.within, fits=fits)))
+            if self._mark is not None:
+                self._mark(view, _sized_axis(layout))
+            rows.append((view, example))
             values.append(view)
         return rows, values
 
@@ -251,12 +335,18 @@ class Capturer:
             if row is not None and not _same_bits(*row):
                 self.written.add(position)
 
+    def _make_ready(self) -> None:
+        if self.generation.lane is not None:
+            self.generation.lane.settle_workspaces()
+            # What warm-up left in the allocator's cache may be needed for the graph's pool.
+            give_memory_back()
+
     def _graph_of(self, work: Callable[[], None], keep: list[torch.Tensor]) -> Replayable:
-        if self._stream is None or self._pool is None:
-            return Recording(work, keep, self._outside)
-        # What warm-up left in the allocator's cache may be needed for the graph's pool.
-        torch.cuda.empty_cache()
-        return DeviceGraph(work, self._stream, self._pool)
+        generation = self.generation
+        if generation.lane is None or generation.pool is None:
+            own = [*keep, generation.record, generation.fills]
+            return Recording(work, own, generation.outside)
+        return DeviceGraph(work, generation.lane.stream, generation.pool)
 
     @contextlib.contextmanager
     def _on_capture_stream(self) -> Iterator[None]:
@@ -269,11 +359,12 @@ class Capturer:
 
     @contextlib.contextmanager
     def _on_stream(self) -> Iterator[None]:
-        if self._stream is None:
+        stream = self.generation.stream
+        if stream is None:
             yield
             return
         torch.cuda.synchronize(self.device)
-        with torch.cuda.device(self.device), torch.cuda.stream(self._stream):
+        with torch.cuda.device(self.device), torch.cuda.stream(stream):
             yield
         torch.cuda.synchronize(self.device)
 
@@ -290,19 +381,18 @@ class Capturer:
             ) from None
 
     def _prepare_outputs(self, flat: Sequence[Any], bucket: Bucket) -> None:
-        """Makes the static output buffers, once, from what the function returns for the first bucket."""
-        if self._output_plans is not None:
+        """Says how outputs are handed out, once, from what the function returns for the first bucket."""
+        if self.generation.output_plans is not None:
             return
         layouts: list[LeafLayout | None] = []
         for path, spec, value in zip(self._signature.output_paths, self._signature.outputs, flat, strict=True):
             layouts.append(output_layout(path, spec, value, bucket, self.device))
-        buffers = SharedBuffers(layouts, self._buckets)
-        self._outputs = buffers
-        self._output_plans = tuple(OutputPlan(layout) for layout in layouts)
+        self.generation.output_plans = tuple(OutputPlan(layout) for layout in layouts)
 
     def _check_outputs(self, flat: Sequence[Any], bucket: Bucket) -> None:
         paths, specs = self._signature.output_paths, self._signature.outputs
-        for plan, path, spec, value in zip(self._output_plans or (), paths, specs, flat, strict=True):
+        plans = self.generation.output_plans or ()
+        for plan, path, spec, value in zip(plans, paths, specs, flat, strict=True):
             if plan.layout is None:
                 refuse_tensors(path, spec, value)
                 continue
@@ -314,6 +404,12 @@ class Capturer:
             ):
                 got = f"{value.dtype} {list(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
                 raise OutputError(f"{path} at {bucket} must be {plan.layout.dtype} {list(expected)}, got {got}")
+
+
+def _sized_axis(layout: LeafLayout) -> int | None:
+    if isinstance(layout.spec, Rows):
+        return layout.spec.axis
+    return 0 if isinstance(layout.spec, Offsets) else None
 
 
 def _same_bits(view: torch.Tensor, given: torch.Tensor) -> bool:

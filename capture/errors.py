@@ -8,9 +8,16 @@ __all__ = [
     "CallGradientError",
     "CaptureError",
     "CaptureFailedError",
+    "MemoryBoundError",
+    "MissError",
+    "MissingPackageError",
     "NotCapturableError",
     "OutputError",
+    "PaddingLeakError",
     "SpecError",
+    "StaleLeaseError",
+    "StaleWeights",
+    "VerificationError",
 ]
 
 
@@ -38,6 +45,44 @@ class OutputError(CaptureError, RuntimeError):
     """The function returned something other than the declared outputs."""
 
 
+class MissError(CaptureError, RuntimeError):
+    """A call that no graph serves, where misses are errors (`on_miss="error"`).
+
+    Attributes:
+        reason: why, as `explain_call` says it.
+    """
+
+    def __init__(self, message: str, reason: str = "") -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+class MemoryBoundError(CaptureError, RuntimeError):
+    """A graph would take more memory than `max_bytes` leaves."""
+
+
+class StaleLeaseError(CaptureError, RuntimeError):
+    """A lease whose memory has been given to a later call."""
+
+
+class VerificationError(CaptureError, RuntimeError):
+    """A replay differs from the function on the same inputs."""
+
+
+class MissingPackageError(CaptureError, ImportError):
+    """A package that an optional extra brings is not installed.
+
+    Args:
+        package: the module that could not be imported; kept as `name`.
+        extra: the extra of mmgraph that brings it.
+    """
+
+    def __init__(self, package: str, extra: str) -> None:
+        super().__init__(
+            f'this needs {package}, which is not installed: pip install "mmgraph[{extra}]"', name=package
+        )
+
+
 class NotCapturableError(CaptureError, RuntimeError):
     """The function does something that a replay cannot repeat; the message names the operation and a remedy."""
 
@@ -52,3 +97,35 @@ class CaptureFailedError(CaptureError, RuntimeError):
     def __init__(self, message: str, bucket: object = None) -> None:
         super().__init__(message)
         self.bucket = bucket
+
+
+class PaddingLeakError(CaptureError, RuntimeError):
+    """Real rows of an output depend on what lies in the padding: a call's results would depend on its bucket.
+
+    Attributes:
+        output: the path of the first such output.
+        operation: the first operation that lets padding through and the line that calls it, where it is known.
+        kind: the garbage that showed it: "nan", "large" or "moderate".
+        inputs: the inputs whose padding shows it when no other's is garbage; empty if it takes several.
+    """
+
+    def __init__(
+        self, message: str, output: str, operation: str | None, kind: str, inputs: tuple[str, ...] = ()
+    ) -> None:
+        super().__init__(message)
+        self.output = output
+        self.operation = operation
+        self.kind = kind
+        self.inputs = inputs
+
+
+class StaleWeights(CaptureError, RuntimeError):
+    """Weights that captured graphs read by address were replaced; the message names them and the remedies.
+
+    Attributes:
+        names: what is no longer what it was at capture.
+    """
+
+    def __init__(self, message: str, names: tuple[str, ...] = ()) -> None:
+        super().__init__(message)
+        self.names = names

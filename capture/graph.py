@@ -1,27 +1,27 @@
-"""One captured bucket: its views into the shared static buffers, the replayable work, and what it cost."""
+"""One captured bucket: what replays it, its static views, and what it cost."""
 
 from __future__ import annotations
 
+import operator
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from .buckets import Bucket
 from .layout import LeafLayout
-from .spec import Offsets, Rows
 
-__all__ = [
-    "BucketGraph",
-    "OutputPlan",
-    "Replayable",
-    "allocate_outputs",
-    "copy_out",
-    "median_replay_seconds",
-    "stage",
-]
+__all__ = ["BucketGraph", "GraphKey", "OutputPlan", "Past", "Replayable", "least_replay_seconds"]
+
+
+class GraphKey(NamedTuple):
+    """What a graph is looked up by."""
+
+    variant: Hashable
+    bucket: Bucket
 
 
 class Replayable(Protocol):
@@ -36,7 +36,7 @@ class Replayable(Protocol):
 
 @dataclass(frozen=True)
 class OutputPlan:
-    """How one output leaf is handed out: from its static buffer, or as the value that the capture returned."""
+    """How one output leaf is handed out: as a tensor of a layout, or as the value that the capture returned."""
 
     layout: LeafLayout | None
     value: Any = None
@@ -44,107 +44,89 @@ class OutputPlan:
 
 @dataclass
 class BucketGraph:
-    """A captured bucket. Counters are the manager's to change, under its lock."""
+    """A captured bucket. Counters are the manager's to change, under its lock.
 
-    bucket: Bucket
+    Attributes:
+        key: its variant and bucket.
+        inputs: its views into the shared static inputs; None for leaves that aren't tensors.
+        outputs: on a CPU its views into the shared static outputs; on a GPU the graph copies out by itself.
+        plans: how outputs are handed out.
+        graph: what is replayed.
+        capture_seconds: warm-up and capture.
+        replay_seconds: least wall time of a few replays right after the capture.
+        eager_seconds: least wall time of the warm-up runs at the bucket's sizes.
+        pool_bytes: what the pool grew by.
+        executable_bytes: what the driver took for the executable graph, as far as it shows in free memory.
+        elements: of all its static views: how large it is.
+        hits: replays for calls.
+        clock: of the last use, for eviction.
+        sums: rows of these calls, in the order of the bucket's sizes.
+    """
+
+    key: GraphKey
     inputs: tuple[torch.Tensor | None, ...]
     outputs: tuple[torch.Tensor | None, ...]
     plans: tuple[OutputPlan, ...]
     graph: Replayable
     capture_seconds: float
     replay_seconds: float
+    eager_seconds: float
     pool_bytes: int
+    executable_bytes: int
+    elements: int
     hits: int = 0
-    real: dict[str, int] = field(default_factory=dict)
+    clock: int = 0
+    sums: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.sums = [0] * len(self.bucket)
 
     @property
-    def elements(self) -> int:
-        """Elements of all static views: how large the bucket is."""
-        return sum(tensor.numel() for tensor in (*self.inputs, *self.outputs) if tensor is not None)
+    def bucket(self) -> Bucket:
+        """The bucket's sizes."""
+        return self.key.bucket
 
-    def count(self, sizes: Mapping[str, int]) -> None:
+    @property
+    def real(self) -> dict[str, int]:
+        """Rows of the calls served, by size."""
+        return dict(zip(self.bucket, self.sums, strict=True))
+
+    def count(self, sizes: Sequence[int]) -> None:
         """Notes one replay for a call of these sizes."""
         self.hits += 1
-        for name, size in sizes.items():
-            self.real[name] = self.real.get(name, 0) + size
+        self.sums = list(map(operator.add, self.sums, sizes))
 
 
-def stage(
-    graph: BucketGraph, layouts: Sequence[LeafLayout | None], leaves: Sequence[Any], sizes: Mapping[str, int]
-) -> None:
-    """Copies a call's values into the static inputs and fills the padding behind them, every time.
+@dataclass
+class Past:
+    """What graphs that are gone had counted."""
 
-    Nothing waits for the device: the last offset is spread over the padding entries on the device itself.
-    Copies of one dtype, and fills with zero, go out together: by themselves they cost the host 5 to 7 us each.
-    """
-    copies: dict[torch.dtype, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
-    zeros: list[torch.Tensor] = []
-    for layout, target, value in zip(layouts, graph.inputs, leaves, strict=True):
-        if layout is None or target is None:
-            continue
-        targets, sources = copies.setdefault(layout.dtype, ([], []))
-        spec = layout.spec
-        if isinstance(spec, Rows):
-            have, room = layout.length(sizes), layout.length(graph.bucket)
-            if have < room:
-                padding = target.narrow(spec.axis, have, room - have)
-                target = target.narrow(spec.axis, 0, have)
-                if spec.fill == 0:
-                    zeros.append(padding)
-                else:
-                    padding.fill_(spec.fill)
-        elif isinstance(spec, Offsets):
-            have, room = value.shape[0], target.shape[0]
-            if have < room:
-                target[have:].copy_(value[-1:].expand(room - have))
-                target = target[:have]
-        targets.append(target)
-        sources.append(value)
-    for targets, sources in copies.values():
-        torch._foreach_copy_(targets, sources)
-    if zeros:
-        torch._foreach_zero_(zeros)
+    real: Counter[str] = field(default_factory=Counter)
+    padded: Counter[str] = field(default_factory=Counter)
+
+    def take(self, graph: BucketGraph) -> None:
+        """Adds a graph that is about to go."""
+        for name, size in graph.bucket.items():
+            real = graph.real.get(name, 0)
+            self.real[name] += real
+            self.padded[name] += graph.hits * size - real
 
 
-def allocate_outputs(graph: BucketGraph, sizes: Mapping[str, int]) -> list[torch.Tensor | None]:
-    """Memory for a call's outputs, on the current stream."""
-    return [
-        None
-        if plan.layout is None
-        else torch.empty(plan.layout.full_shape(sizes), dtype=plan.layout.dtype, device=plan.layout.device)
-        for plan in graph.plans
-    ]
-
-
-def copy_out(graph: BucketGraph, sizes: Mapping[str, int], results: Sequence[torch.Tensor | None]) -> None:
-    """Copies the outputs, cut to the call's sizes, into the caller's memory, which no later replay changes."""
-    for plan, source, result in zip(graph.plans, graph.outputs, results, strict=True):
-        if plan.layout is None or source is None or result is None:
-            continue
-        spec = plan.layout.spec
-        if isinstance(spec, Rows):
-            source = source.narrow(spec.axis, 0, result.shape[spec.axis])
-        elif isinstance(spec, Offsets):
-            source = source[: result.shape[0]]
-        result.copy_(source)
-
-
-def median_replay_seconds(
-    graph: Replayable, stream: torch.cuda.Stream | None, begin: Callable[[], None], repeats: int = 3
+def least_replay_seconds(
+    replay: Callable[[], None],
+    stream: torch.cuda.Stream | None,
+    begin: Callable[[], None],
+    repeats: int = 3,
 ) -> float:
-    """The median time of a few replays, on the device's clock where there is one; `begin` runs before each."""
+    """The least wall time of a few replays, each waited for; `begin` runs before each."""
     times = []
     for _ in range(repeats):
         begin()
-        if stream is None:
-            start = time.perf_counter()
-            graph.replay()
-            times.append(time.perf_counter() - start)
-        else:
-            before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            before.record(stream)
-            graph.replay()
-            after.record(stream)
-            after.synchronize()
-            times.append(before.elapsed_time(after) / 1e3)
-    return sorted(times)[len(times) // 2]
+        if stream is not None:
+            stream.synchronize()
+        start = time.perf_counter()
+        replay()
+        if stream is not None:
+            stream.synchronize()
+        times.append(time.perf_counter() - start)
+    return min(times)

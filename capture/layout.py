@@ -248,6 +248,20 @@ class SharedBuffers:
             with torch.inference_mode(False):
                 self._flat.append(torch.zeros(numel, dtype=layout.dtype, device=layout.device))
 
+    def holds(self, bucket: Bucket) -> bool:
+        """Whether every storage is large enough for a bucket."""
+        return all(
+            layout is None or flat is None or layout.numel(bucket) <= flat.numel()
+            for layout, flat in zip(self._layouts, self._flat, strict=True)
+        )
+
+    def flat(self, position: int) -> torch.Tensor:
+        """The whole storage of a leaf, as one row of elements."""
+        flat = self._flat[position]
+        if flat is None:
+            raise SpecError(f"leaf {position} is not a tensor and has no buffer")
+        return flat
+
     @property
     def storages(self) -> list[torch.Tensor]:
         """The flat tensors."""
@@ -260,8 +274,8 @@ class SharedBuffers:
 
     def view(self, position: int, bucket: Bucket) -> torch.Tensor:
         """The contiguous view of one leaf at a bucket's sizes."""
-        layout, flat = self._layouts[position], self._flat[position]
-        if layout is None or flat is None:
+        layout, flat = self._layouts[position], self.flat(position)
+        if layout is None:
             raise SpecError(f"leaf {position} is not a tensor and has no buffer")
         with torch.inference_mode(False):
             return flat[: layout.numel(bucket)].view(layout.full_shape(bucket))

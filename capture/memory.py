@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
-from ._compat import cuda_memset
+from ._compat import cuda_allocating_in, cuda_memset
 
-__all__ = ["poison_pool", "pool_bytes"]
+__all__ = ["free_bytes", "give_memory_back", "poison_pool", "pool_bytes", "rehearsal"]
 
 # As bytes: NaN in every floating-point type, -1 in every integer type.
 _ALL_ONES = 0xFF
@@ -21,6 +23,30 @@ def _segments(handle: Any) -> list[dict[str, Any]]:
 def pool_bytes(handle: Any) -> int:
     """Bytes of device memory that a graph pool holds, in use or not. Waits for nothing."""
     return sum(int(segment["total_size"]) for segment in _segments(handle))
+
+
+@contextlib.contextmanager
+def rehearsal(device: torch.device) -> Iterator[Callable[[], int]]:
+    """Allocations of this thread go to a pool of their own; yields what says its bytes. On a CPU always 0."""
+    if device.type != "cuda":
+        yield lambda: 0
+        return
+    pool = torch.cuda.graph_pool_handle()
+    with cuda_allocating_in(device, pool, keep=False):
+        yield lambda: pool_bytes(pool)
+    torch.cuda.synchronize(device)
+    give_memory_back()
+
+
+def give_memory_back() -> None:
+    """Returns the allocator's unused memory to the device, unless somebody else is capturing at the moment."""
+    with contextlib.suppress(RuntimeError):
+        torch.cuda.empty_cache()
+
+
+def free_bytes(device: torch.device) -> int:
+    """Bytes of a device's memory that nobody has taken; 0 on a CPU. Of other processes' doing, too."""
+    return int(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else 0
 
 
 def poison_pool(handle: Any, stream: torch.cuda.Stream) -> int:

@@ -13,10 +13,19 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-__all__ = ["Contents", "Place", "Table", "is_place", "storage_key"]
+__all__ = ["UNSET", "Contents", "Place", "Table", "is_place", "storage_key"]
 
 _HOLDS_TENSORS = (list, tuple, dict, set, frozenset, collections.deque)
-_MISSING = object()
+
+
+class _Unset:
+    """What is found where nothing is bound."""
+
+    def __repr__(self) -> str:
+        return "unset"
+
+
+UNSET = _Unset()
 
 
 def is_place(value: Any) -> bool:
@@ -47,39 +56,57 @@ class Place:
 
     def changed(self) -> bool:
         """Whether another object is bound there."""
-        return self._get() is not self.old
+        return self.now() is not self.old
 
     def moved_on(self, read: set[int]) -> str | None:
         """The place's name, where tensors that the function read gave way to others."""
-        old, new = _tensors(self.old), _tensors(self._get())
+        old, new = _tensors(self.old), _tensors(self.now())
         same = len(old) == len(new) and all(a is b for a, b in zip(old, new, strict=True))
         if new and not same and any(storage_key(tensor) in read for tensor in old):
             return self.name
         return None
 
-    def put_back(self) -> None:
+    def put_back(self) -> bool:
         """Binds the old object again, unless neither it nor the new one has to do with tensors."""
-        new = self._get()
+        new = self.now()
         if new is self.old or not (self.old is not None or _tensors(new)):
-            return
-        if isinstance(self.key, types.MemberDescriptorType):
+            return False
+        self.bind_old()
+        return True
+
+    def bind_old(self) -> None:
+        """Binds the old object again, or nothing where nothing was bound."""
+        if self.old is UNSET:
+            self._unbind()
+        elif isinstance(self.key, types.MemberDescriptorType):
             self.key.__set__(self.holder, self.old)
         elif isinstance(self.holder, dict):
             dict.__setitem__(self.holder, self.key, self.old)
         else:
             setattr(self.holder, self.key, self.old)
 
-    def _get(self) -> Any:
+    def now(self) -> Any:
+        """What is bound there, or UNSET."""
         try:
             if isinstance(self.key, types.MemberDescriptorType):
                 return self.key.__get__(self.holder)
             if isinstance(self.holder, dict):
-                return dict.get(self.holder, self.key, _MISSING)
+                return dict.get(self.holder, self.key, UNSET)
             if isinstance(self.holder, types.CellType):
                 return self.holder.cell_contents
-            return vars(self.holder).get(self.key, _MISSING)
+            return vars(self.holder).get(self.key, UNSET)
         except (ValueError, AttributeError):  # emptied since
-            return _MISSING
+            return UNSET
+
+    def _unbind(self) -> None:
+        if self.now() is UNSET:
+            return
+        if isinstance(self.key, types.MemberDescriptorType):
+            self.key.__delete__(self.holder)
+        elif isinstance(self.holder, dict):
+            dict.__delitem__(self.holder, self.key)
+        else:
+            delattr(self.holder, self.key)
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,11 +124,14 @@ class Table:
         """Never: what is new was no state before."""
         return None
 
-    def put_back(self) -> None:
+    def put_back(self) -> bool:
         """Takes out new keys that hold tensors."""
-        if self.changed():
-            for key in [k for k, v in dict.items(self.table) if k not in self.keys and _tensors(v)]:
-                dict.__delitem__(self.table, key)
+        if not self.changed():
+            return False
+        new = [k for k, v in dict.items(self.table) if k not in self.keys and _tensors(v)]
+        for key in new:
+            dict.__delitem__(self.table, key)
+        return bool(new)
 
 
 @dataclass(frozen=True, eq=False)
@@ -129,11 +159,13 @@ class Contents:
     def _now(self) -> tuple[Any, ...]:
         return tuple(self.base.__iter__(self.holder))  # type: ignore[attr-defined]
 
-    def put_back(self) -> None:
+    def put_back(self) -> bool:
         """Makes it hold what it held, unless neither that nor what it holds now has to do with tensors."""
-        if self.changed() and (_tensors(list(self.old)) or _tensors(list(self._now()))):
-            self.base.clear(self.holder)  # type: ignore[attr-defined]
-            self.base.extend(self.holder, self.old)  # type: ignore[attr-defined]
+        if not self.changed() or not (_tensors(list(self.old)) or _tensors(list(self._now()))):
+            return False
+        self.base.clear(self.holder)  # type: ignore[attr-defined]
+        self.base.extend(self.holder, self.old)  # type: ignore[attr-defined]
+        return True
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:

@@ -1,4 +1,4 @@
-"""What a function can reach without being given it: tensors, generators, and places that tensors are bound to.
+"""What a function can reach without being given it: tensors, generators, and places that it may bind anew.
 
 The walk runs no code of the objects that it meets: no property, no ``__getattr__``, no iterator of a subclass.
 What can't be read that way is passed over.
@@ -10,6 +10,7 @@ import collections
 import contextlib
 import functools
 import logging
+import sys
 import types
 from collections.abc import Iterator
 from typing import Any
@@ -18,6 +19,7 @@ import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .places import Contents, Place, Table, is_place
+from .plain import PlainTable, is_plain
 
 __all__ = ["Reach"]
 
@@ -29,6 +31,10 @@ _MAX_DEPTH = 6
 _MAX_OBJECTS = 200_000
 _LEAVES = (str, bytes, int, float, complex, bool, type(None), types.ModuleType, type, torch.dtype, torch.device)
 _MODULE_TABLES = ("_buffers", "_parameters", "_modules")
+# Whose Python values are their own affair: locks, loggers, compiled code, caches of kernels. Only objects that
+# exist to carry anybody's attributes are looked at.
+_LIBRARIES = frozenset({"torch", "torchgen", "functorch", "triton", "numpy", *sys.stdlib_module_names})
+_BAGS = frozenset({"types.SimpleNamespace", "argparse.Namespace"})
 
 
 class Reach:
@@ -40,13 +46,16 @@ class Reach:
     Attributes:
         tensors: what the function can reach, each once.
         generators: likewise.
+        plain: where plain Python values are bound.
     """
 
     def __init__(self, root: object) -> None:
         self.tensors: list[torch.Tensor] = []
         self.generators: list[torch.Generator] = []
+        self.plain: list[Place | PlainTable] = []
         self._watched: list[Place | Table | Contents] = []
         self._changed: list[Place | Table | Contents] = []
+        self._classes: set[type] = set()
         seen: set[int] = set()
         kept: list[object] = []  # so that no id is used again during the walk
         queue: collections.deque[tuple[Any, int]] = collections.deque([(root, 0)])
@@ -84,10 +93,14 @@ class Reach:
         self._changed = [entry for entry in self._watched if entry.changed()]
         return next((name for entry in self._changed if (name := entry.moved_on(read)) is not None), None)
 
-    def rebind(self, *, everything: bool = False) -> None:
-        """Puts back what was bound at the walk, where it changed when last looked at, or everywhere."""
-        for entry in self._watched if everything else self._changed:
-            entry.put_back()
+    def rebind(self, *, everything: bool = False) -> bool:
+        """Puts back what was bound at the walk, where it changed when last looked at, or everywhere.
+
+        Returns:
+            Whether anything was put back.
+        """
+        # A sum, so that all are put back and not the first alone.
+        return sum(entry.put_back() for entry in (self._watched if everything else self._changed)) > 0
 
     def _children(self, node: Any, kind: type) -> Iterator[Any]:
         if issubclass(kind, torch.nn.Module):
@@ -123,19 +136,29 @@ class Reach:
             if isinstance(module, torch.jit.ScriptModule):  # whose buffers lie outside Python
                 yield from (buffer for _, buffer in module.named_buffers(recurse=False))
             yield from self._of_table(where, attributes, skip=_MODULE_TABLES)
+            if not type(module).__module__.startswith("torch._"):
+                self.plain.append(PlainTable.of_attributes(where, attributes))
+            self._note_class(type(module))
             yield type(module).forward
 
     def _of_function(self, node: types.FunctionType) -> Iterator[Any]:
-        for cell in node.__closure__ or ():
+        own = not _is_library(node.__globals__.get("__name__"))
+        for variable, cell in zip(node.__code__.co_freevars, node.__closure__ or (), strict=True):
             try:
                 content = cell.cell_contents
             except ValueError:  # a cell that its function has not filled yet
                 continue
             self._watch("a variable of an enclosing function", cell, "cell_contents", content)
+            if own:
+                self._note(
+                    f"the variable {variable!r} of an enclosing function", cell, "cell_contents", content
+                )
             yield content
         yield from (node.__defaults__ or ())
         yield from (node.__kwdefaults__ or {}).values()
         names = set(_global_names(node.__code__))
+        if own:
+            self.plain.append(PlainTable.of_globals(node.__globals__, names))
         for name in names & node.__globals__.keys():
             value = node.__globals__[name]
             self._watch(f"the global {name!r}", node.__globals__, name, value)
@@ -146,22 +169,33 @@ class Reach:
                     if isinstance(found, torch.Tensor):
                         self._watch(f"{name}.{attribute}", value, attribute, found)
                         yield found
+                    elif not _is_library(
+                        value.__name__ if isinstance(value, types.ModuleType) else value.__module__
+                    ):
+                        self._note(f"{name}.{attribute}", value, attribute, found)
             yield value
         wrapped = vars(node).get("__wrapped__")
         if wrapped is not None:
             yield wrapped
 
     def _of_object(self, node: Any, kind: type) -> Iterator[Any]:
+        own = not _is_library(kind.__module__) or f"{kind.__module__}.{kind.__qualname__}" in _BAGS
         with contextlib.suppress(AttributeError):
             attributes = object.__getattribute__(node, "__dict__")
             if type(attributes) is dict:
                 yield from self._of_table(kind.__name__, attributes)
+                if own:
+                    self.plain.append(PlainTable.of_attributes(kind.__name__, attributes))
+        if own:
+            self._note_class(kind)
         for base in kind.__mro__:
             for name, member in list(vars(base).items()):
                 if isinstance(member, types.MemberDescriptorType) and base.__module__ != "builtins":
                     with contextlib.suppress(AttributeError):
                         value = member.__get__(node)
                         self._watch(f"{kind.__name__}.{name}", node, member, value)
+                        if own:
+                            self._note(f"{kind.__name__}.{name}", node, member, value)
                         yield value
                 elif isinstance(
                     member, (torch.Tensor, types.FunctionType, dict, list, tuple, collections.deque)
@@ -182,6 +216,28 @@ class Reach:
     def _watch(self, name: str, holder: Any, key: Any, value: Any) -> None:
         if is_place(value):
             self._watched.append(Place(name, holder, key, value))
+
+    def _note(self, name: str, holder: Any, key: Any, value: Any) -> None:
+        if is_plain(value):
+            self.plain.append(Place(name, holder, key, value))
+
+    def _note_class(self, kind: type) -> None:
+        for base in kind.__mro__:
+            if base in self._classes or _is_library(base.__module__):
+                continue
+            self._classes.add(base)
+            for name, value in list(vars(base).items()):
+                if not name.startswith("__"):
+                    self._note(f"{base.__name__}.{name}", base, name, value)
+
+
+def _is_library(module: Any) -> bool:
+    # This room's own, too: its hooks lie in modules that it guards, and its counts are nobody's state.
+    return (
+        not isinstance(module, str)
+        or module.partition(".")[0] in _LIBRARIES
+        or module.rpartition(".")[0] == __package__
+    )
 
 
 def _global_names(code: types.CodeType) -> Iterator[str]:

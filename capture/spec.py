@@ -48,6 +48,7 @@ class Rows(Spec):
     fill: float = 0
     dtype: torch.dtype | None = None
     shape: tuple[int, ...] | None = None
+    marks_padding: bool = False
 
 
 @dataclass(frozen=True)
@@ -87,6 +88,7 @@ def rows(
     fill: float = 0,
     dtype: torch.dtype | None = None,
     shape: Sequence[int] | None = None,
+    marks_padding: bool = False,
 ) -> Rows:
     """A tensor with one row for every `per` of the size `dim`.
 
@@ -98,6 +100,8 @@ def rows(
         fill: what the padding rows of an input hold.
         dtype: the dtype, where it is not to be taken from the example.
         shape: the other axes' sizes in order, where they are not to be taken from the example.
+        marks_padding: the function may tell padding by this input's fill, as by a mask that is false there. A proof of
+            padding then leaves it alone.
     """
     if isinstance(per, bool) or not isinstance(per, int) or per < 1:
         raise SpecError(f"rows({dim!r}): per must be an integer of at least 1, got {per!r}")
@@ -105,7 +109,15 @@ def rows(
         raise SpecError(f"rows({dim!r}): axis must be an integer of at least 0, got {axis!r}")
     if not isinstance(fill, (bool, int, float)):
         raise SpecError(f"rows({dim!r}): fill must be a number, got {fill!r}")
-    return Rows(_name(dim, "rows"), per, axis, fill, dtype, None if shape is None else tuple(shape))
+    return Rows(
+        _name(dim, "rows"),
+        per,
+        axis,
+        fill,
+        dtype,
+        None if shape is None else tuple(shape),
+        bool(marks_padding),
+    )
 
 
 def offsets(dim: str, *, of: str, dtype: torch.dtype | None = None) -> Offsets:
@@ -175,13 +187,13 @@ class Signature:
         if not isinstance(inputs, Mapping) or not inputs:
             raise SpecError(f"inputs must map argument names to specs, got {inputs!r}")
         self.names: tuple[str, ...] = tuple(inputs)
-        self._trees: dict[str, pytree.TreeSpec | None] = {}
+        self.trees: dict[str, pytree.TreeSpec | None] = {}
         leaves: list[InputLeaf] = []
         for name, tree in inputs.items():
             if not isinstance(name, str):
                 raise SpecError(f"argument names must be strings, got {name!r}")
             flat, treespec = pytree.tree_flatten_with_path(tree, is_leaf=_is_leaf)
-            self._trees[name] = None if isinstance(tree, Spec) else treespec
+            self.trees[name] = None if isinstance(tree, Spec) else treespec
             for path, leaf in flat:
                 where = name + pytree.keystr(path)
                 if not isinstance(leaf, Spec):
@@ -272,7 +284,7 @@ class Signature:
                 "input must be given, and nothing else"
             )
         leaves: list[Any] = []
-        for name, tree in self._trees.items():
+        for name, tree in self.trees.items():
             value = kwargs[name]
             if tree is None:
                 leaves.append(value)
@@ -287,7 +299,7 @@ class Signature:
         """The function's keyword arguments, made from flat leaves."""
         arguments: dict[str, Any] = {}
         position = 0
-        for name, tree in self._trees.items():
+        for name, tree in self.trees.items():
             if tree is None:
                 arguments[name] = leaves[position]
                 position += 1

@@ -119,7 +119,7 @@ def test_closed_managers_let_go_of_everything() -> None:
     del example
     gc.collect()
     assert gone() is None
-    static = [weakref.ref(tensor) for tensor in manager._capturer._inputs.storages]
+    static = [weakref.ref(tensor) for tensor in manager._core.store.generations[0].inputs.storages]
     manager.close()
     gc.collect()
     assert [ref() for ref in static] == [None]

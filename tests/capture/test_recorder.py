@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from mmgraph.capture import NotCapturableError
-from mmgraph.capture.recorder import Recording
+from mmgraph.capture.recorder import OutsideMemory, Recording
 
 
 def test_replay_computes_anew_from_changed_inputs_and_weights() -> None:
@@ -135,3 +135,27 @@ def test_integer_indices_and_fills_by_mask_are_allowed() -> None:
     expected[expected > 2] = -1.0
     expected[0] = 5
     assert torch.equal(out, expected)
+
+
+def test_an_array_behind_a_replaced_weight_is_left_alone() -> None:
+    array = np.ones((3, 3), np.float32)
+    linear, x, out = torch.nn.Linear(3, 3), torch.ones(2, 3), torch.zeros(2, 3)
+    linear.weight = torch.nn.Parameter(torch.from_numpy(array))
+    recording = Recording(lambda: out.copy_(linear(x)), [x, out])
+    linear.weight = torch.nn.Parameter(torch.zeros(3, 3))
+    recording.replay()
+    assert (array == 1).all()
+
+
+def test_a_replaced_weight_shows_as_nan_with_any_number_of_recordings() -> None:
+    linear, outside = torch.nn.Linear(3, 3), OutsideMemory()
+    recordings = []
+    for rows in (2, 4):
+        x, out = torch.ones(rows, 3), torch.zeros(rows, 3)
+        recordings.append(
+            (out, Recording(lambda out=out, x=x: out.copy_(linear(x)), [x, out], outside))  # type: ignore[misc]
+        )
+    linear.weight = torch.nn.Parameter(torch.zeros(3, 3))
+    for out, recording in recordings:
+        recording.replay()
+        assert out.isnan().all()

@@ -183,25 +183,6 @@ def test_tensors_that_nobody_writes_are_not_touched(tmp_path: Any) -> None:
     assert manager(x=torch.zeros(2)).tolist() == [9.0, 9.0]
 
 
-def test_an_array_behind_a_replaced_weight_is_left_alone() -> None:
-    array = np.ones((3, 3), np.float32)
-    linear = torch.nn.Linear(3, 3)
-    linear.weight = torch.nn.Parameter(torch.from_numpy(array))
-    manager = CaptureManager(linear, inputs={"input": rows("n")}, outputs=rows("n"), buckets=GRID)
-    manager.precompile({"input": torch.zeros(2, 3)}, progress=False)
-    linear.weight = torch.nn.Parameter(torch.zeros(3, 3))
-    manager(input=torch.ones(2, 3))
-    assert (array == 1).all()
-
-
-def test_a_replaced_weight_shows_as_nan_with_any_number_of_buckets() -> None:
-    linear = torch.nn.Linear(3, 3)
-    manager = CaptureManager(linear, inputs={"input": rows("n")}, outputs=rows("n"), buckets=GRID)
-    manager.precompile({"input": torch.zeros(2, 3)}, progress=False)
-    linear.weight = torch.nn.Parameter(torch.zeros(3, 3))
-    assert manager(input=torch.ones(2, 3)).isnan().all()
-
-
 class Rebinds(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -1,0 +1,15 @@
+"""Invariant: whatever is done to a manager of CUDA graphs in whatever order, it gives what its plain model gives."""
+
+import pytest
+from hypothesis import settings
+from manager_machine import ManagerMachine
+
+pytestmark = pytest.mark.cuda
+
+
+class OnCuda(ManagerMachine):
+    device = "cuda"
+
+
+TestManagerMachine = OnCuda.TestCase
+TestManagerMachine.settings = settings(max_examples=15, stateful_step_count=25)

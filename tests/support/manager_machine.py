@@ -1,0 +1,970 @@
+"""A state machine that drives a `CaptureManager` beside a plain model of what it promises.
+
+The model says of each call whether a graph serves it and which, and gets the result by running the function on the inputs
+padded to that bucket. All numbers are integers in float64, so results agree to the bit. One output is the sum of an
+input's padding and rows, so it tells which bucket served a call; another is random, so it tells how often the generator
+was used.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from mmgraph.capture import (
+    Bucket,
+    BucketError,
+    BucketGrid,
+    CallError,
+    CallGradientError,
+    CaptureFailedError,
+    CaptureManager,
+    Lease,
+    MissError,
+    SpecError,
+    StaleLeaseError,
+    StaleWeights,
+    constant,
+    offsets,
+    rows,
+    static,
+)
+
+__all__ = ["ManagerMachine"]
+
+TOKENS, BATCHES, FILL = (4, 8, 16), (2, 4), -2.0
+GRID = BucketGrid(tokens=TOKENS, batch=BATCHES)
+INPUTS = {
+    "x": rows("tokens"),
+    "cu": offsets("batch", of="tokens"),
+    "marks": rows("tokens", axis=1, fill=FILL),
+    "scale": static(),
+    "mode": constant(),
+}
+OUTPUTS: dict[str, Any] = {
+    "main": rows("tokens", per=2),
+    "deep": [rows("tokens"), (offsets("batch", of="tokens"),)],
+    "low": static(),
+    "noise": static(),
+    "length": constant(),
+    "nothing": None,
+}
+TENSORS = ("main", "deep", "low", "noise")
+
+
+def formula(
+    call: dict[str, Any], weight: torch.Tensor, bias: torch.Tensor, adapter: int, training: bool
+) -> dict[str, Any]:
+    """All of the function but its counter and its noise. It writes `scale`."""
+    x, cu, marks = call["x"], call["cu"], call["marks"]
+    call["scale"].add_(1)
+    place = torch.arange(x.shape[0], device=x.device)[None]
+    inside = ((place >= cu[:-1, None]) & (place < cu[1:, None])).to(x.dtype)
+    y = (inside.T @ (inside @ x) * call["scale"] + x) @ weight + bias * call["mode"]
+    y = y * adapter + (1000 if training else 0)
+    return {
+        "main": y.reshape(x.shape[0] // 2, 2, 2).sum(1),
+        "deep": [y * 2, (cu * 2,)],
+        "low": marks.sum(1),
+        "length": 3,
+        "nothing": None,
+    }
+
+
+class Layer(torch.nn.Module):
+    """The function: its weights, a mode that Python tells, a counter, and ways to fail."""
+
+    def __init__(self, device: str) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.arange(6, dtype=torch.float64, device=device).reshape(3, 2))
+        self.register_buffer("bias", torch.ones(2, dtype=torch.float64, device=device))
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64, device=device))
+        self.adapter, self.python_steps = 1, 0
+        self.failure: tuple[str, int] | None = None
+
+    def forward(
+        self, x: torch.Tensor, cu: torch.Tensor, marks: torch.Tensor, scale: torch.Tensor, mode: int
+    ) -> dict[str, Any]:
+        failure = self.failure[0] if self.failure is not None and x.shape[0] == self.failure[1] else ""
+        if failure == "raise":
+            raise ArithmeticError("as asked for")
+        self.steps.add_(1)
+        if failure == "read":
+            scale = scale * (1 + 0 * int(scale.sum().item()))
+        elif failure == "python":
+            self.python_steps += 1
+        call = {"x": x, "cu": cu, "marks": marks, "scale": scale, "mode": mode}
+        noise = torch.rand(2, dtype=torch.float64, device=x.device)
+        return {**formula(call, self.weight, self.bias, self.adapter, self.training), "noise": noise}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One call, before it is made: hypothesis shows this."""
+
+    lengths: tuple[int, ...]
+    tail: int
+    seed: int
+    mode: int = 1
+    variant: Hashable = None
+    autocast: bool = False
+
+    @property
+    def tokens(self) -> int:
+        return sum(self.lengths) + self.tail + (sum(self.lengths) + self.tail) % 2
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        return {"tokens": self.tokens, "batch": len(self.lengths)}
+
+    def inputs(self, device: str) -> dict[str, Any]:
+        """The arguments; the same ones each time."""
+        generator = torch.Generator().manual_seed(self.seed)
+        draw = lambda *shape: torch.randint(-9, 9, shape, generator=generator).double().to(device)  # noqa: E731
+        cuts = [0, *torch.tensor(self.lengths, dtype=torch.int64).cumsum(0).tolist()]
+        return {
+            "x": draw(self.tokens, 3),
+            "cu": torch.tensor(cuts, dtype=torch.int32, device=device),
+            "marks": draw(2, self.tokens),
+            "scale": draw(1),
+            "mode": self.mode,
+        }
+
+
+plans = st.builds(
+    Plan,
+    st.lists(st.integers(0, 5), max_size=5).map(tuple),
+    st.integers(0, 3),
+    st.integers(0, 2**20),
+    st.sampled_from((1, 1, 1, 1, 2)),
+    st.sampled_from((None, None, None, "b")),
+    st.sampled_from((False,) * 7 + (True,)),
+)
+exact_plans = st.builds(
+    lambda bucket, seed, variant: Plan(
+        (bucket["tokens"] // bucket["batch"],) * bucket["batch"], 0, seed, 1, variant
+    ),
+    st.sampled_from(GRID.buckets),
+    st.integers(0, 2**20),
+    st.sampled_from((None, None, "b")),
+)
+any_plans = plans | exact_plans
+
+
+@dataclass
+class Weights:
+    """Which memory each name is bound to, and the values in each memory that there ever was."""
+
+    bound: dict[str, int] = field(default_factory=lambda: {"weight": 0, "bias": 1, "steps": 2})
+    values: dict[int, torch.Tensor] = field(default_factory=dict)
+
+    def renew(self, name: str, value: torch.Tensor) -> None:
+        memory = len(self.values)
+        self.values[memory] = value.clone()
+        self.bound = {**self.bound, name: memory}
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """What a graph was captured under: it serves calls under the same."""
+
+    bound: dict[str, int]
+    training: bool
+    autocast: bool
+
+
+@dataclass
+class Captured:
+    """A graph in the model, with what it bakes in of Python's values."""
+
+    adapter: int
+    training: bool
+    hits: int = 0
+
+
+@dataclass
+class Variant:
+    mode: int
+    conditions: Conditions
+    graphs: dict[Bucket, Captured] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a call gets: a graph's replay, a miss's run, or an error (which is `error`)."""
+
+    bucket: Bucket | None = None
+    graph: Captured | None = None
+    reason: str = ""
+    error: type[Exception] | None = None
+
+
+class Model:
+    """What the manager promises, in plain Python."""
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        self.options = options
+        self.variants: dict[Hashable, Variant] = {}
+        self.suspended: dict[Hashable, tuple[int, tuple[Bucket, ...]]] = {}
+        self.used: list[tuple[Hashable, Bucket]] = []  # the one used least recently first
+        self.weights = Weights()
+        self.adapter, self.training = 1, True
+        self.failure: tuple[str, int] | None = None
+        self.calls, self.evicted, self.steps, self.python_steps = 0, 0, 0, 0
+        self.misses: Counter[str] = Counter()
+        self.real: Counter[str] = Counter()
+        self.padded: Counter[str] = Counter()
+        self.changes = 0  # of what is captured
+        self.closed = False
+        self.writes_known = False
+
+    def now(self, autocast: bool = False) -> Conditions:
+        return Conditions(self.weights.bound, self.training, autocast)
+
+    def failing(self, tokens: int) -> str:
+        return self.failure[0] if self.failure is not None and self.failure[1] == tokens else ""
+
+    def resolve(self, sizes: dict[str, int], variant: Hashable, mode: int | None, autocast: bool) -> Outcome:
+        if variant in self.suspended:
+            return Outcome(reason="suspended")
+        state = self.variants.get(variant)
+        if state is None:
+            return Outcome(reason="not precompiled")
+        if mode is not None and mode != state.mode:
+            return Outcome(reason="constant changed")
+        if GRID.choose(sizes) is None:
+            return Outcome(reason="beyond the grid")
+        holding = [bucket for bucket in state.graphs if bucket.holds(sizes)]
+        if not holding:
+            return Outcome(GRID.choose(sizes), reason="not captured")
+        bucket = min(holding, key=lambda b: (b["tokens"], b["batch"]))
+        if self.options["policy"] == "exact":
+            if Bucket(sizes) not in holding:
+                return Outcome(reason="not exact")
+            bucket = Bucket(sizes)
+        now = self.now(autocast)
+        for name, reason in (
+            ("autocast", "autocast differs"),
+            ("training", "training mode differs"),
+            ("bound", "stale weights"),
+        ):
+            if getattr(state.conditions, name) != getattr(now, name):
+                return Outcome(bucket, reason=reason)
+        return Outcome(bucket, state.graphs[bucket])
+
+    def serve(self, plan: Plan) -> Outcome:
+        """A call's outcome, once what it captures is captured."""
+        found = self.resolve(plan.sizes, plan.variant, plan.mode, plan.autocast)
+        if found.graph is not None:
+            return self.counted(found, plan)
+        options = self.options
+        stale = found.reason == "stale weights"
+        if stale and options["on_stale"] == "error":
+            return Outcome(error=StaleWeights)
+        wanted: list[Bucket | None] = []
+        if stale and options["on_stale"] == "recapture":
+            wanted = sorted(self.variants[plan.variant].graphs, key=lambda b: tuple(b.values()), reverse=True)
+        elif options["on_miss"] == "capture" and found.reason in ("not captured", "not precompiled"):
+            wanted = [GRID.choose(plan.sizes)]
+        for number, bucket in enumerate(wanted):
+            if bucket is not None:
+                failed = self.capture(plan, (bucket,), replace=stale and number == 0)
+                if failed is not None:
+                    return Outcome(failed, error=CaptureFailedError)
+        if any(wanted):
+            found = self.resolve(plan.sizes, plan.variant, plan.mode, plan.autocast)
+            if found.graph is not None:
+                return self.counted(found, plan)
+        self.calls += 1
+        self.misses[found.reason] += 1
+        if options["on_miss"] == "error":
+            return Outcome(reason=found.reason, error=MissError)
+        return self.ran(found, plan.tokens)
+
+    def ran(self, found: Outcome, tokens: int) -> Outcome:
+        """The function itself runs."""
+        failing = self.failing(tokens)
+        if failing == "raise":
+            return Outcome(reason=found.reason, error=ArithmeticError)
+        self.steps += 1
+        self.python_steps += failing == "python"
+        return found
+
+    def counted(self, found: Outcome, plan: Plan) -> Outcome:
+        self.count(plan.variant, found, plan.sizes)
+        return found
+
+    def count(self, variant: Hashable, found: Outcome, sizes: dict[str, int]) -> None:
+        assert found.bucket is not None
+        assert found.graph is not None
+        self.calls += 1
+        self.steps += 1
+        found.graph.hits += 1
+        for name, size in sizes.items():
+            self.real[name] += size
+            self.padded[name] += found.bucket[name] - size
+        self.use(variant, found.bucket)
+
+    def use(self, variant: Hashable, bucket: Bucket) -> None:
+        key = (variant, bucket)
+        self.used = [other for other in self.used if other != key] + [key]
+
+    def drop(self, variant: Hashable, bucket: Bucket) -> None:
+        del self.variants[variant].graphs[bucket]
+        self.used.remove((variant, bucket))
+        self.changes += 1
+
+    def drop_variant(self, variant: Hashable) -> None:
+        for bucket in list(self.variants[variant].graphs):
+            self.drop(variant, bucket)
+        del self.variants[variant]
+
+    def capture(self, plan: Plan, buckets: tuple[Bucket, ...], *, replace: bool) -> Bucket | None:
+        """Captures as long as it goes well; the bucket that fails."""
+        now = self.now(plan.autocast)
+        if replace and plan.variant in self.variants:
+            self.drop_variant(plan.variant)
+        self.suspended.pop(plan.variant, None)
+        state = self.variants.setdefault(plan.variant, Variant(plan.mode, now))
+        if state.conditions != now:  # its graphs would go on under what is no longer so
+            for bucket in list(state.graphs):
+                self.drop(plan.variant, bucket)
+            state.conditions = now
+        for bucket in sorted(buckets, key=lambda b: tuple(b.values()), reverse=True):
+            failing = self.failing(bucket["tokens"])
+            if failing in ("raise", "python"):
+                return bucket
+            limit = self.options["max_graphs"]
+            while limit is not None and len(self.used) >= limit:
+                self.drop(*self.used[0])
+                self.evicted += 1
+            if failing == "read":  # found only by the capture itself
+                return bucket
+            state.graphs[bucket] = Captured(self.adapter, self.training)
+            self.use(plan.variant, bucket)
+            self.changes += 1
+            self.writes_known = True
+        return None
+
+    def suspend(self) -> None:
+        for name, state in self.variants.items():
+            if state.graphs:
+                self.suspended[name] = (state.mode, tuple(state.graphs))
+        for name in list(self.variants):
+            self.drop_variant(name)
+
+    def result(
+        self, plan: Plan, bucket: Bucket | None, graph: Captured | None, noise: torch.Tensor | None
+    ) -> dict[str, Any]:
+        """The function on the inputs padded to a bucket, cut again; on the inputs as they are where there is none."""
+        call, sizes = plan.inputs("cpu"), plan.sizes
+        if bucket is not None and graph is not None:
+            more, sequences = bucket["tokens"] - sizes["tokens"], bucket["batch"] - sizes["batch"]
+            call["x"] = torch.nn.functional.pad(call["x"], (0, 0, 0, more))
+            call["marks"] = torch.nn.functional.pad(call["marks"], (0, more), value=FILL)
+            call["cu"] = torch.cat([call["cu"], call["cu"][-1:].expand(sequences)])
+        adapter = graph.adapter if graph is not None else self.adapter
+        training = graph.training if graph is not None else self.training
+        values = [self.weights.values[self.weights.bound[name]] for name in ("weight", "bias")]
+        full = formula(call, *values, adapter, training)
+        return {
+            **full,
+            "main": full["main"][: sizes["tokens"] // 2],
+            "deep": [full["deep"][0][: sizes["tokens"]], (full["deep"][1][0][: sizes["batch"] + 1],)],
+            "noise": noise,
+        }
+
+
+def same(got: dict[str, Any], expected: dict[str, Any]) -> bool:
+    """Whether two results agree to the bit; `expected` is on the CPU, and its noise is None where it isn't known."""
+    pairs = [
+        (got["main"], expected["main"]),
+        (got["deep"][0], expected["deep"][0]),
+        (got["deep"][1][0], expected["deep"][1][0]),
+        (got["low"], expected["low"]),
+    ]
+    if expected["noise"] is not None:
+        pairs.append((got["noise"], expected["noise"]))
+    return (
+        got.keys() == expected.keys()
+        and isinstance(got["deep"], list)
+        and isinstance(got["deep"][1], tuple)
+        and (got["length"], got["nothing"]) == (3, None)
+        and all(a.dtype == b.dtype and torch.equal(a.detach().cpu(), b) for a, b in pairs)
+    )
+
+
+def assert_same(got: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert same(got, expected), f"got {got}, expected {expected}"
+
+
+@dataclass
+class Held:
+    """A lease, what it must read as long as it isn't stale, and when it was made."""
+
+    lease: Lease
+    expected: dict[str, Any]
+    of_graph: bool
+    changes: int
+    released: bool = False
+
+
+class ManagerMachine(RuleBasedStateMachine):
+    """The machine; a subclass gives the device."""
+
+    device = "cpu"
+
+    @initialize(
+        check=st.sampled_from(("epoch", "always")),
+        on_stale=st.sampled_from(("error", "recapture", "eager")),
+        on_miss=st.sampled_from(("eager", "error", "capture", "capture")),
+        policy=st.sampled_from(("smallest", "smallest", "smallest", "exact")),
+        max_graphs=st.sampled_from((None, 3, 2, 1)),
+        debug=st.booleans(),
+        extra=st.sampled_from(({}, {}, {"verify": True}, {"nvtx": True}, {"time_every": 2})),
+    )
+    def start(self, extra: dict[str, Any], **options: Any) -> None:
+        self.layer = Layer(self.device)
+        self.manager = CaptureManager(
+            self.layer, inputs=INPUTS, outputs=OUTPUTS, buckets=GRID, **options, **extra
+        )
+        self.model = Model(options)
+        for name, memory in self.model.weights.bound.items():
+            self.model.weights.values[memory] = getattr(self.layer, name).detach().cpu().clone()
+        self.kept: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        self.leases: list[Held] = []
+        self.undo: list[tuple[dict[str, int], Callable[[], None]]] = []
+
+    # Calls
+
+    @rule(plan=any_plans, how=st.sampled_from(("copy", "copy", "copy", "into", "into odd", "lease", "no grad")))
+    def call(self, plan: Plan, how: str) -> None:
+        given = plan.inputs(self.device)
+        was = {name: value.clone() for name, value in given.items() if isinstance(value, torch.Tensor)}
+        explained = self.explain(plan, given)
+        before = self.model.resolve(plan.sizes, plan.variant, plan.mode, plan.autocast)
+        assert explained.hit is (before.graph is not None)
+        assert explained.sizes == plan.sizes
+        assert explained.reason.partition(":")[0] == before.reason
+        if before.graph is not None:
+            assert explained.bucket == before.bucket
+        found = self.model.serve(plan)
+        noise = self.seed(plan.seed)
+        with self.under(plan), self.raises(found) as caught:
+            result = self.make(plan, given, how, found)
+        if not caught:
+            assert torch.equal(self.generator_state(), noise.get_state())
+            if how == "lease":
+                return
+            self.kept.append((result, self.model.result(plan, found.bucket, found.graph, self.drawn(plan))))
+            assert_same(*self.kept[-1])
+        if found.error in (StaleWeights, MissError, CaptureFailedError):
+            fresh = torch.Generator(self.device).manual_seed(plan.seed)
+            assert torch.equal(self.generator_state(), fresh.get_state())
+        if self.model.writes_known:
+            for name, value in was.items():
+                assert torch.equal(given[name], value), f"{name} of the caller was written"
+
+    def make(self, plan: Plan, given: dict[str, Any], how: str, found: Outcome) -> dict[str, Any]:
+        manager, variant = self.manager, plan.variant
+        if how == "lease":
+            lease = manager.lease(**given, variant=variant)
+            expected = self.model.result(plan, found.bucket, found.graph, self.drawn(plan))
+            of_graph = found.graph is not None
+            assert not lease.stale
+            assert_same(lease.get(), expected)
+            self.leases.append(Held(lease, expected, of_graph, self.model.changes))
+            return {}
+        if how.startswith("into"):
+            out = self.targets(plan, odd=how == "into odd")
+            result: dict[str, Any] = manager.into(out, **given, variant=variant)
+            for name in ("main", "low", "noise"):
+                assert result[name] is out[name]
+            assert result["deep"][1][0] is out["deep"][1][0]
+            return result
+        if how == "no grad":
+            given["x"].requires_grad_()
+            with torch.no_grad():
+                result = manager(**given, variant=variant)
+            given["x"].requires_grad_(False)
+            return result
+        return manager(*(given[name] for name in INPUTS), variant=variant)
+
+    def targets(self, plan: Plan, *, odd: bool) -> dict[str, Any]:
+        def fresh(*shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+            if odd and shape[0]:
+                return torch.full((2 * shape[0], *shape[1:]), 7, dtype=dtype, device=self.device)[::2]
+            return torch.full(shape, 7, dtype=dtype, device=self.device)
+
+        tokens, batch = plan.tokens, len(plan.lengths)
+        return {
+            "main": fresh(tokens // 2, 2),
+            "deep": [fresh(tokens, 2), (fresh(batch + 1, dtype=torch.int32),)],
+            "low": fresh(2),
+            "noise": fresh(2),
+            "length": None,
+            "nothing": None,
+        }
+
+    @rule(plan=any_plans, again=st.booleans(), how=st.sampled_from(("replay", "lease", "into")))
+    def stage(self, plan: Plan, again: bool, how: str) -> None:
+        model, given = self.model, plan.inputs(self.device)
+        # What is staged has no constants, so it has those of the capture.
+        found = model.resolve(plan.sizes, plan.variant, None, plan.autocast)
+        if found.graph is None:
+            with self.under(plan), pytest.raises(MissError):
+                self.manager.stage(plan.sizes, variant=plan.variant).__enter__()
+            return
+        plan = Plan(plan.lengths, plan.tail, plan.seed, model.variants[plan.variant].mode, plan.variant, plan.autocast)
+        with self.under(plan), self.manager.stage(plan.sizes, variant=plan.variant) as staged:
+            assert staged.inputs.keys() == given.keys()
+            for name, value in staged.inputs.items():
+                if name != "mode":
+                    assert value.shape == given[name].shape
+                    value.copy_(given[name])
+            for turn in range(1 + again):
+                if turn:
+                    staged.inputs["scale"].copy_(given["scale"])  # the function writes it
+                self.seed(plan.seed)
+                expected = model.result(plan, found.bucket, found.graph, self.drawn(plan))
+                if how == "lease":
+                    lease = staged.lease()
+                    self.leases.append(Held(lease, expected, True, model.changes))
+                    assert_same(lease.get(), expected)
+                else:
+                    out = self.targets(plan, odd=False)
+                    result = staged.replay() if how == "replay" else staged.into(out)
+                    self.kept.append((result, expected))
+                model.count(plan.variant, found, plan.sizes)
+
+    @rule(
+        plans=st.lists(any_plans, min_size=2, max_size=4),
+        repeats=st.integers(1, 3),
+        evicted=st.sampled_from(GRID.buckets),
+    )
+    def threads(self, plans: list[Plan], repeats: int, evicted: Bucket) -> None:
+        """Each thread's results are right for some bucket that could have served it, whoever came first."""
+        model, options = self.model, self.model.options
+        if self.model.failure is not None:
+            return
+        captures = "capture" in (options["on_miss"], options["on_stale"][2:])
+        errors: list[BaseException] = []
+        results: list[tuple[Plan, dict[str, Any]]] = []
+        counts = Counter[str]()
+
+        def work(plan: Plan) -> None:
+            try:
+                for _ in range(repeats):
+                    try:
+                        with self.under(plan):
+                            result = self.manager(**plan.inputs(self.device), variant=plan.variant)
+                    except (StaleWeights, MissError) as error:
+                        counts[type(error).__name__] += 1
+                    else:
+                        counts["done"] += 1
+                        results.append((plan, result))
+            except BaseException as error:  # noqa: BLE001: told by the test
+                errors.append(error)
+
+        def meddle() -> None:
+            try:
+                self.manager.evict(evicted)
+                self.manager.report()
+                self.manager.poison()
+            except BaseException as error:  # noqa: BLE001
+                errors.append(error)
+
+        graphs = {name: dict(state.graphs) for name, state in model.variants.items()}
+        running = [threading.Thread(target=work, args=(plan,)) for plan in plans]
+        if not captures:
+            running.append(threading.Thread(target=meddle))
+        for thread in running:
+            thread.start()
+        for thread in running:
+            thread.join()
+        if errors:
+            raise errors[0]
+        for plan, result in results:
+            possible = [model.result(plan, None, None, None)]
+            for bucket in GRID:
+                if bucket.holds(plan.sizes):
+                    now = Captured(model.adapter, model.training)
+                    known = graphs.get(plan.variant, {}).get(bucket)
+                    possible += [model.result(plan, bucket, graph, None) for graph in (now, known) if graph]
+            assert any(same(result, each) for each in possible)
+            self.kept.append((result, next(each for each in possible if same(result, each))))
+        self.take_over(counts["done"] + counts["MissError"])
+
+    def take_over(self, calls: int) -> None:
+        """Takes from the manager what depends on which thread came first."""
+        model, report = self.model, self.manager.report()
+        model.calls += calls
+        assert report.calls == model.calls
+        model.misses = Counter(report.misses)
+        model.real, model.padded = Counter(report.real_rows), Counter(report.padded_rows)
+        model.steps = int(self.layer.steps)
+        model.evicted = report.evicted
+        model.changes += 1
+        store = self.manager._core.store
+        stored = store.variants.items() if store is not None else ()
+        clocks = {}
+        for name, state in stored:
+            conditions = Conditions(model.weights.bound, model.training, state.autocast[0])
+            known = model.variants.get(name)
+            if known is None or set(state.graphs) - set(known.graphs):
+                model.suspended.pop(name, None)
+                mode = next(iter(state.constants.values()))
+                known = model.variants[name] = Variant(mode, conditions, known.graphs if known else {})
+                model.writes_known = True
+            for bucket, each in state.graphs.items():
+                graph = known.graphs.setdefault(bucket, Captured(model.adapter, model.training))
+                graph.hits = each.graph.hits
+                clocks[name, bucket] = each.graph.clock
+            for bucket in set(known.graphs) - set(state.graphs):
+                del known.graphs[bucket]
+        model.used = sorted(clocks, key=lambda key: clocks[key])
+
+    @rule(plan=any_plans, wrong=st.sampled_from(("missing", "unknown", "odd", "differ", "flat", "dtype", "shape", "grad")))
+    def wrong_call(self, plan: Plan, wrong: str) -> None:
+        given = plan.inputs(self.device)
+        x = given["x"]
+        expected: type[Exception] = CallError
+        if wrong == "missing":
+            del given["cu"]
+        elif wrong == "unknown":
+            given["other"] = 1
+        elif wrong == "odd":
+            given.update(x=torch.cat([x, x.new_zeros(1, 3)]), marks=x.new_zeros(2, plan.tokens + 1))
+        elif wrong == "differ":
+            given["marks"] = x.new_zeros(2, plan.tokens + 2)
+        elif wrong == "flat":
+            given["cu"] = given["cu"][None]
+        elif wrong == "grad":
+            x.requires_grad_()
+            expected = CallGradientError
+        elif plan.variant not in self.model.variants:
+            return  # before a capture nothing says which dtype and shape are right
+        elif wrong == "dtype":
+            given["x"] = x.float()
+        else:
+            given["scale"] = given["scale"][None]
+        way = plan.seed % 3
+        self.seed(plan.seed)
+        before = self.generator_state()
+        with pytest.raises(expected):
+            if way == 0:
+                self.manager(**given, variant=plan.variant)
+            elif way == 1:
+                self.manager.lease(**given, variant=plan.variant)
+            else:
+                self.manager.explain_call(**given, variant=plan.variant)
+        assert torch.equal(self.generator_state(), before)
+
+    @rule(plan=plans, wrong=st.sampled_from(("shape", "dtype", "structure", "nothing")))
+    def wrong_out(self, plan: Plan, wrong: str) -> None:
+        found = self.model.resolve(plan.sizes, plan.variant, plan.mode, plan.autocast)
+        if found.graph is None:
+            return
+        out = self.targets(plan, odd=False)
+        if wrong == "shape":
+            out["main"] = out["main"].new_zeros(plan.tokens // 2 + 1, 2)
+        elif wrong == "dtype":
+            out["deep"][0] = out["deep"][0].float()
+        elif wrong == "structure":
+            del out["low"]
+        else:
+            out["noise"] = None
+        with self.under(plan), pytest.raises(CallError):
+            self.manager.into(out, **plan.inputs(self.device), variant=plan.variant)
+
+    @rule(wrong=st.sampled_from((-1, True, "missing", "odd")))
+    def wrong_stage(self, wrong: Any) -> None:
+        sizes = {"tokens": 3 if wrong == "odd" else 2, "batch": wrong}
+        if wrong == "missing":
+            del sizes["batch"]
+        elif wrong == "odd":
+            sizes["batch"] = 1
+        with pytest.raises((CallError, BucketError)), self.manager.stage(sizes):
+            pass
+
+    # Captures
+
+    @rule(plan=plans, picked=st.sets(st.sampled_from(GRID.buckets)), everything=st.booleans())
+    def precompile(self, plan: Plan, picked: set[Bucket], everything: bool) -> None:
+        limit = self.model.options["max_graphs"]
+        buckets = GRID.buckets if everything or not picked else tuple(sorted(picked, key=lambda b: tuple(b.values())))
+        given = plan.inputs(self.device)
+        was = given["scale"].clone()
+        too_many = limit is not None and len(buckets) > limit
+        if too_many and len(picked) % 2:
+            buckets, too_many = buckets[:limit], False
+        failed = None if too_many else self.model.capture(plan, buckets, replace=True)
+        self.seed(plan.seed)
+        before = self.generator_state()
+        with self.under(plan):
+            if too_many:
+                with pytest.raises(SpecError, match="max_graphs"):
+                    self.manager.precompile(given, buckets=buckets, variant=plan.variant, progress=False)
+            elif failed is not None:
+                with pytest.raises(CaptureFailedError) as caught:
+                    self.manager.precompile(given, buckets=buckets, variant=plan.variant, progress=False)
+                assert caught.value.bucket == failed
+            else:
+                chosen = None if buckets == GRID.buckets else buckets
+                self.manager.precompile(given, buckets=chosen, variant=plan.variant, progress=False)
+        assert torch.equal(self.generator_state(), before)
+        assert torch.equal(given["scale"], was)
+
+    @rule(plan=plans, wrong=st.sampled_from(("bucket", "none", "missing", "floats", "mapping")))
+    def wrong_precompile(self, plan: Plan, wrong: str) -> None:
+        given: Any = plan.inputs(self.device)
+        buckets: list[Bucket] | None = [GRID.buckets[0]]
+        if wrong == "bucket":
+            buckets = [Bucket(tokens=5, batch=2)]
+        elif wrong == "none":
+            buckets = []
+        elif wrong == "missing":
+            del given["x"]
+        elif wrong == "floats":
+            given["cu"] = given["cu"].float()
+        else:
+            given = list(given.values())
+        with pytest.raises((CallError, SpecError)):
+            self.manager.precompile(given, buckets=buckets, variant=plan.variant, progress=False)
+
+    @rule(failure=st.sampled_from(("raise", "read", "python")), tokens=st.sampled_from(TOKENS))
+    def fail(self, failure: str, tokens: int) -> None:
+        """From now on the function can't be captured at a size."""
+        self.layer.failure = self.model.failure = (failure, tokens)
+
+    @precondition(lambda self: self.model.failure is not None)
+    @rule()
+    def fail_no_more(self) -> None:
+        self.layer.failure = self.model.failure = None
+
+    @rule(bucket=st.sampled_from(GRID.buckets), variant=st.sampled_from((None, "b")))
+    def evict(self, bucket: Bucket, variant: Hashable) -> None:
+        state = self.model.variants.get(variant)
+        there = state is not None and bucket in state.graphs
+        if there:
+            self.model.drop(variant, bucket)
+        assert self.manager.evict(bucket, variant=variant) is there
+
+    @rule()
+    def suspend(self) -> None:
+        self.model.suspend()
+        self.manager.suspend()
+        report = self.manager.report()
+        assert (report.static_bytes, report.generations, report.buckets) == (0, 0, ())
+
+    @rule(variant=st.sampled_from((None, "b", "any")))
+    def resume(self, variant: Hashable) -> None:
+        model = self.model
+        named = {} if variant == "any" else {"variant": variant}
+        if variant == "any" and len(model.suspended) == 1:
+            variant = next(iter(model.suspended))
+        if variant not in model.suspended:
+            with pytest.raises(SpecError, match="suspended"):
+                self.manager.resume(**named)
+            return
+        mode, buckets = model.suspended[variant]
+        failed = model.capture(Plan((), 0, 0, mode, variant), buckets, replace=True)
+        with pytest.raises(CaptureFailedError) if failed else contextlib.nullcontext():
+            self.manager.resume(**named)
+
+    @precondition(lambda self: self.model.calls > 8)
+    @rule()
+    def close(self) -> None:
+        self.manager.close()
+        for name in list(self.model.variants):
+            self.model.drop_variant(name)
+        self.model.suspended.clear()
+        self.model.evicted = 0
+        assert all(held.lease.stale for held in self.leases if held.of_graph)
+
+    # Weights and modes
+
+    @rule(name=st.sampled_from(("weight", "bias")), value=st.integers(-3, 3))
+    def update_in_place(self, name: str, value: int) -> None:
+        with torch.no_grad():
+            getattr(self.layer, name).add_(value)
+        weights = self.model.weights
+        weights.values[weights.bound[name]].add_(value)
+
+    @rule(
+        name=st.sampled_from(("weight", "bias")),
+        how=st.sampled_from(("setattr", "data", "load")),
+        value=st.integers(-3, 3),
+    )
+    def replace(self, name: str, how: str, value: int) -> None:
+        layer, weights = self.layer, self.model.weights
+        old = getattr(layer, name)
+        fresh = torch.full_like(old.detach(), value)
+        bound = weights.bound
+        if how == "data":
+            data = old.data
+            old.data = fresh
+            self.undo.append((bound, lambda: setattr(old, "data", data)))
+            self.manager.invalidate()
+        elif how == "setattr":
+            setattr(layer, name, torch.nn.Parameter(fresh) if name == "weight" else fresh)
+            self.undo.append((bound, lambda: setattr(layer, name, old)))
+        else:
+            others = {key: getattr(layer, key) for key in bound}
+            state = {key: tensor.detach().clone() for key, tensor in others.items()}
+            layer.load_state_dict({**state, name: fresh}, assign=True)
+
+            def put_back() -> None:
+                others["steps"].copy_(layer.steps)
+                for key, tensor in others.items():
+                    setattr(layer, key, tensor)
+
+            self.undo.append((bound, put_back))
+            for key in bound.keys() - {name}:
+                weights.renew(key, weights.values[weights.bound[key]])
+        weights.renew(name, fresh.cpu())
+
+    @precondition(lambda self: self.undo)
+    @rule()
+    def put_back(self) -> None:
+        """The weights that were there before are there again, in their own memory."""
+        bound, undo = self.undo.pop()
+        undo()
+        self.model.weights.bound = bound
+        self.manager.invalidate()
+
+    @precondition(lambda self: self.undo and self.model.variants)
+    @rule(plan=exact_plans)
+    def stale_weights_are_named(self, plan: Plan) -> None:
+        found = self.model.resolve(plan.sizes, plan.variant, plan.mode, plan.autocast)
+        if found.reason != "stale weights" or self.model.options["on_stale"] != "error":
+            return
+        with pytest.raises(StaleWeights) as caught:
+            self.manager(**plan.inputs(self.device), variant=plan.variant)
+        then, now = self.model.variants[plan.variant].conditions.bound, self.model.weights.bound
+        changed = {f"Layer.{name}" for name in now if now[name] != then[name]}
+        assert changed <= set(caught.value.names)
+        assert not {f"Layer.{name}" for name in now} - changed & set(caught.value.names)
+
+    @rule(adapter=st.integers(1, 3))
+    def set_adapter(self, adapter: int) -> None:
+        """Python's values are those of the capture: what another variant is for."""
+        self.layer.adapter = self.model.adapter = adapter
+
+    @rule(training=st.booleans())
+    def set_training(self, training: bool) -> None:
+        self.layer.train(training)
+        self.model.training = training
+
+    # What must hold
+
+    @rule()
+    def poison(self) -> None:
+        self.manager.poison()
+
+    @precondition(lambda self: self.leases)
+    @rule(release=st.booleans())
+    def read_leases(self, release: bool) -> None:
+        for held in self.leases:
+            if held.lease.stale:
+                assert held.of_graph
+                with pytest.raises(StaleLeaseError):
+                    held.lease.get()
+            else:
+                assert_same(held.lease.get(), held.expected)
+        last = self.leases[-1]
+        if last.changes == self.model.changes and not last.released:
+            assert not last.lease.stale
+            assert sum(not each.lease.stale and each.of_graph for each in self.leases) <= len(
+                self.manager._core.store.generations if self.manager._core.store else ()
+            )
+        if release:
+            last.lease.release()
+            last.lease.release()
+            last.released = True
+            assert last.lease.stale is last.of_graph
+
+    @precondition(lambda self: self.kept)
+    @rule()
+    def results_are_what_they_were(self) -> None:
+        for result, expected in self.kept:
+            assert_same(result, expected)
+
+    @invariant()
+    def counts_are_right(self) -> None:
+        if not hasattr(self, "manager"):
+            return
+        model, report = self.model, self.manager.report()
+        hits = model.calls - sum(model.misses.values())
+        assert (report.calls, report.hits, report.misses) == (model.calls, hits, dict(model.misses))
+        captured = {
+            (str(name) if name is not None else None, bucket): graph.hits
+            for name, state in model.variants.items()
+            for bucket, graph in state.graphs.items()
+        }
+        assert {(b.variant, Bucket(b.bucket)): b.hits for b in report.buckets} == captured
+        assert Counter(report.real_rows) == +model.real
+        assert Counter(report.padded_rows) == +model.padded
+        assert report.evicted == model.evicted
+        assert (report.generations > 0) is bool(captured)
+        assert int(self.layer.steps) == model.steps
+        assert self.layer.python_steps == model.python_steps
+
+    def teardown(self) -> None:
+        if not hasattr(self, "manager"):
+            return
+        self.results_are_what_they_were()
+        report = self.manager.report()
+        assert json.loads(report.to_json())["calls"] == self.model.calls
+        assert f"{report.calls} calls, {report.hits} hits" in str(report)
+        self.manager.close()
+
+    # Help
+
+    def explain(self, plan: Plan, given: dict[str, Any]) -> Any:
+        with self.under(plan):
+            return self.manager.explain_call(**given, variant=plan.variant)
+
+    def under(self, plan: Plan) -> contextlib.AbstractContextManager[Any]:
+        return torch.autocast(self.device, dtype=torch.bfloat16) if plan.autocast else contextlib.nullcontext()
+
+    def seed(self, seed: int) -> torch.Generator:
+        """Seeds the default generator; gives one that has drawn what one run of the function draws."""
+        torch.manual_seed(seed)
+        generator = torch.Generator(self.device).manual_seed(seed)
+        torch.rand(2, dtype=torch.float64, device=self.device, generator=generator)
+        return generator
+
+    def drawn(self, plan: Plan) -> torch.Tensor:
+        generator = torch.Generator(self.device).manual_seed(plan.seed)
+        return torch.rand(2, dtype=torch.float64, device=self.device, generator=generator).cpu()
+
+    def generator_state(self) -> torch.Tensor:
+        return torch.get_rng_state() if self.device == "cpu" else torch.cuda.get_rng_state()
+
+    @contextlib.contextmanager
+    def raises(self, found: Outcome) -> Iterator[list[Exception]]:
+        """Expects the outcome's error, if it has one."""
+        caught: list[Exception] = []
+        try:
+            yield caught
+        except Exception as error:
+            if found.error is None or type(error) is not found.error:
+                raise
+            caught.append(error)
+            if isinstance(error, CaptureFailedError):
+                assert error.bucket == found.bucket
+            if isinstance(error, MissError):
+                assert error.reason.partition(":")[0] == found.reason
+        else:
+            assert found.error is None, f"expected {found.error}"
