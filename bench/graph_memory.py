@@ -1,13 +1,14 @@
 """What do a manager's graphs cost in memory and in time to capture, for 1 to 32 buckets?
 
-The function is a stack of 4 layers (norm, packed projection, varlen attention, projection, norm, MLP) of hidden size 1152,
-bfloat16. The buckets are tokens up to 16384 in steps of one size; the largest is the same in every row. Beside the
-manager stand the same graphs made by torch.cuda.graph: each with static inputs and a pool of its own, and all in
-one pool, the largest first, each with static inputs of its own; outputs stay in their pools.
+The function is a stack of 4 layers (norm, packed projection, varlen attention, projection, norm, MLP) of hidden size
+1152, bfloat16. The buckets are tokens up to 16384 in steps of one size; the largest is the same in every row. Beside the
+manager stand the same graphs made by torch.cuda.graph: each with static inputs and a pool of its own, and all in one
+pool, the largest first, each with static inputs of its own; outputs stay in their pools.
 
-- total: static buffers, pool, executable graphs and workspace, as ``report()`` has them; "ratio" is that to the row of one
-  bucket.
-- reserved, driver: what PyTorch's allocator and the device's free memory say of the same; the workspace was there before.
+- total: static buffers, pool, executable graphs and workspace, as ``report()`` has them; "ratio" is that to the total of
+  one bucket.
+- reserved, driver: what PyTorch's allocator and the device's free memory say of the same; the workspace was there
+  before. left: what PyTorch's allocator has more than before, once the manager is closed.
 - predicted: what ``predict_bytes`` said beforehand of static buffers and pool; "off" is how far that was from what
   they took.
 - difference: the largest one between a replay and the function on inputs padded by hand.
@@ -322,7 +323,11 @@ def main() -> None:
     times = ("predict seconds", "seconds", "seconds a bucket", "slowest bucket seconds", "difference")
     plain = [name for name in table[0] if "pool" in name and name != "pool"]
     memory = [name for name in table[0] if name not in (*times, *plain)]
-    for title, names in (("memory", memory), ("time", ["buckets", *times]), ("plain graphs", ["buckets", *plain])):
+    for title, names in (
+        ("memory", memory),
+        ("time", ["buckets", *times]),
+        ("plain graphs", ["buckets", *plain]),
+    ):
         show(f"{title}, bytes as MiB", [in_mib({name: row[name] for name in names}) for row in table])
     if results["compiled"]:
         show("compile=True, bytes as MiB", [in_mib(row) for row in results["compiled"]])

@@ -6,9 +6,9 @@ the graphs' pool is filled with NaN. Every thousandth result is compared, bit fo
 call's inputs padded by hand, right away; the last hundred results are all compared again later. Part of the calls come
 from two threads, each on a stream of its own, that call two managers in turn.
 
-Device memory, PyTorch's and the driver's, and the process's memory are read between rounds, when no result is held; the first
-round of each part warms up. Any failure, any miss, or memory that PyTorch's allocator holds longer and longer
-ends in an error.
+Device memory, PyTorch's and the driver's, and the process's memory are read between rounds, when no result is held; the
+first round of each part warms up. A failure, a miss, a bucket without a call, or tensors that hold more memory at the end
+of a part than after its first round end in an error.
 
     PYTHONPATH=. python bench/soak.py --out bench/results/<gpu>/soak.json
 """
@@ -284,7 +284,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--calls", type=int, default=None, help="a million; 400 with --smoke")
-    parser.add_argument("--limit", type=float, default=210.0, help="seconds after which no further round begins")
+    parser.add_argument(
+        "--limit", type=float, default=210.0, help="seconds after which no further round begins"
+    )
     parser.add_argument("--smoke", action="store_true", help="few calls of small sizes; runs on a CPU too")
     arguments = parser.parse_args()
     if not arguments.smoke and not torch.cuda.is_available():

@@ -186,9 +186,7 @@ def replay(data: dict[str, Any]) -> str:
         ]
         return markdown(("kernels, parameters", *ways), made)
 
-    kernels = [
-        (f"{r['kernels']}, {r['parameters']}", *(_us(r.get(name)) for name in own)) for r in data["own"]
-    ]
+    kernels = [(f"{r['kernels']}, {r['parameters']}", *(_us(r.get(name)) for name in own)) for r in data["own"]]
     guard = [
         (str(r["parameters"]), str(r["watched"]), f"{r['epoch us']:.1f}", f"{r['always us']:.1f}")
         for r in data["guard"]
@@ -221,8 +219,12 @@ def graph_memory(data: dict[str, Any]) -> str:
     rows = data["rows"]
     parts = ("static", "pool", "executable", "workspace", "total")
     memory = [
-        (str(r["buckets"]), *(_mib(r[name]) for name in parts), f"{r['ratio']:.3f}", _mib(r["reserved"]))
-        + tuple(_mib(r[name]) for name in ("driver", "one pool reserved", "own pools reserved"))
+        (
+            str(r["buckets"]),
+            *(_mib(r[name]) for name in parts),
+            f"{r['ratio']:.3f}",
+            *(_mib(r[name]) for name in ("reserved", "driver", "one pool reserved", "own pools reserved")),
+        )
         for r in rows
     ]
     times = [

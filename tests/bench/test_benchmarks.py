@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -34,17 +35,37 @@ def test_tables_in_the_manual_are_the_results() -> None:
 
 def test_a_table_follows_its_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tables = load("tables")
-    results = {"environment": {"device": "X", "torch": "1", "date": "2030-01-02T00:00"}, "rows": []}
-    results["rows"] = [
-        {"kernels": 1, **{f"{n} us": 2.0 for n in ("eager", "manager", "by hand", "bare", "reduce-overhead")}}
-    ]
-    (tmp_path / "replay.json").write_text(json.dumps(results))
+    results = {"environment": {"device": "X", "torch": "1", "date": "2030-01-02T00:00"}}
+    results["summary"] = [{"what": "regret", "shapes": 3, "median": 0.25, "mean": 0.5, "worst": 1.0}]
+    results["summary"][0] |= {"90th percentile": 0.75, "95th percentile": 0.8}
     monkeypatch.setattr(tables, "ROOT", tmp_path)
-    page = "before\n<!-- table: replay.json -->\nold\n<!-- end of table -->\nafter"
+    page = "before\n<!-- table: regret.json -->\nold\n<!-- end of table -->\nafter"
     made = tables.filled(page)
-    assert "| 1 | 2.0 | 2.0 | 2.0 | 2.0 | 2.0 |" in made
+    assert tables.PENDING in made
     assert "old" not in made
+    (tmp_path / "regret.json").write_text(json.dumps(results))
+    made = tables.filled(made)
+    assert "| regret | 3 | 25.0% | 50.0% | 75.0% | 80.0% | 100.0% |" in made
+    assert tables.PENDING not in made
     assert tables.filled(made) == made
+
+
+def test_the_table_of_calls_has_a_place_for_what_was_not_measured() -> None:
+    def row(way: str, host: float | None, equal: bool | None) -> dict[str, Any]:
+        times = {"host us": host, "in a row us": 2.0, "device us": None}
+        return {"kernels": 10, "parameters": 600, "way": way, **times, "equal": equal}
+
+    results = {
+        "environment": {"device": "X", "torch": "1", "date": "2030-01-02T00:00"},
+        "rows": [row("eager", 7.0, True), row("manager", 3.0, False), row("reduce-overhead", None, None)],
+        "own": [{"kernels": 10, "parameters": 600, "stage_kernel": 1.5}],
+        "guard": [{"parameters": 600, "watched": 603, "epoch us": 4.0, "always us": 9.0}],
+    }
+    made = load("tables").RENDER["replay"](results)
+    assert "| 10, 600 | 7.0 | 3.0 |  |" in made
+    assert "1 of 2 results are equal" in made
+    assert "| 10, 600 | 1.5 |" in made
+    assert "| 600 | 603 | 4.0 | 9.0 |" in made
 
 
 def test_the_table_of_rotary_positions_has_both_directions() -> None:
@@ -85,12 +106,12 @@ def test_a_wrong_descriptor_is_found_in_machine_code() -> None:
 
 @pytest.mark.parametrize(
     "arguments",
-    [[f"{name}.py", "--smoke"] for name in ("assembly", "attention", "replay", "rope")],
+    [[f"{name}.py", "--smoke"] for name in ("assembly", "attention", "graph_memory", "replay", "rope", "soak")],
 )
 def test_the_benchmarks_run_at_small_sizes(arguments: list[str], tmp_path: Path) -> None:
     out = tmp_path / "results.json"
     name, *options = arguments
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     subprocess.run(
         [sys.executable, str(ROOT / "bench" / name), *options, "--out", str(out)],
         check=True,
@@ -100,3 +121,12 @@ def test_the_benchmarks_run_at_small_sizes(arguments: list[str], tmp_path: Path)
     results = json.loads(out.read_text())
     assert results["rows"]
     assert results["environment"]["torch"]
+    stem = name.removesuffix(".py")
+    if stem in ("graph_memory", "replay", "soak"):
+        assert load("tables").RENDER[stem](results).startswith("cpu, torch ")
+    if stem == "replay":
+        ways = {row["way"] for row in results["rows"] if row["equal"]}
+        assert ways == {"eager", "manager", "always", "lease", "into", "stage", "varying"}
+    if stem == "soak":
+        assert results["hits"] == results["calls"] == results["asked"]
+        assert results["failures"] == 0

@@ -525,7 +525,9 @@ class ManagerMachine(RuleBasedStateMachine):
             with self.under(plan), pytest.raises(MissError):
                 self.manager.stage(plan.sizes, variant=plan.variant).__enter__()
             return
-        plan = Plan(plan.lengths, plan.tail, plan.seed, model.variants[plan.variant].mode, plan.variant, plan.autocast)
+        plan = Plan(
+            plan.lengths, plan.tail, plan.seed, model.variants[plan.variant].mode, plan.variant, plan.autocast
+        )
         with self.under(plan), self.manager.stage(plan.sizes, variant=plan.variant) as staged:
             assert staged.inputs.keys() == given.keys()
             for name, value in staged.inputs.items():
@@ -634,7 +636,10 @@ class ManagerMachine(RuleBasedStateMachine):
                 del known.graphs[bucket]
         model.used = sorted(clocks, key=lambda key: clocks[key])
 
-    @rule(plan=any_plans, wrong=st.sampled_from(("missing", "unknown", "odd", "differ", "flat", "dtype", "shape", "grad")))
+    @rule(
+        plan=any_plans,
+        wrong=st.sampled_from(("missing", "unknown", "odd", "differ", "flat", "dtype", "shape", "grad")),
+    )
     def wrong_call(self, plan: Plan, wrong: str) -> None:
         given = plan.inputs(self.device)
         x = given["x"]
@@ -702,7 +707,9 @@ class ManagerMachine(RuleBasedStateMachine):
     @rule(plan=plans, picked=st.sets(st.sampled_from(GRID.buckets)), everything=st.booleans())
     def precompile(self, plan: Plan, picked: set[Bucket], everything: bool) -> None:
         limit = self.model.options["max_graphs"]
-        buckets = GRID.buckets if everything or not picked else tuple(sorted(picked, key=lambda b: tuple(b.values())))
+        buckets = (
+            GRID.buckets if everything or not picked else tuple(sorted(picked, key=lambda b: tuple(b.values())))
+        )
         given = plan.inputs(self.device)
         was = given["scale"].clone()
         too_many = limit is not None and len(buckets) > limit
