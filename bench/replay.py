@@ -9,8 +9,8 @@ Ways:
 
 - eager: the module itself.
 - manager: a call, with the default check of the weights. always: with check="always". lease, into: without the copy,
-  and into the caller's tensor. stage: nothing is copied in, and what was written before is replayed. varying: a cycle of
-  64 calls of random sizes over 4 buckets.
+  and into the caller's tensor. stage: nothing is copied in, and what was written before is replayed. varying: a cycle
+  of 64 calls of random sizes over 4 buckets.
 - reduce-overhead: torch.compile's graphs, for this one shape. It fuses the chain, and its result is overwritten by the
   next call.
 - make_graphed_callables: PyTorch's, for this one shape. It takes tensors only, hands all parameters over at each call,
@@ -221,7 +221,8 @@ def other_ways(chain: Chain, call: dict[str, Any], expected: torch.Tensor) -> It
         return
     tensors = call["x"], call["scale"], call["cu"]
     with torch.inference_mode(False):
-        graphed = torch.cuda.make_graphed_callables(Bound(chain), tuple(t.clone() for t in tensors))
+        clones = tuple(tensor.clone() for tensor in tensors)
+        graphed: Any = torch.cuda.make_graphed_callables(Bound(chain), clones)
     yield Way("make_graphed_callables", lambda: graphed(*tensors), lambda: graphed(*tensors), expected)
     whole, bare, out = by_hand(chain, call)
 
@@ -236,7 +237,7 @@ def other_ways(chain: Chain, call: dict[str, Any], expected: torch.Tensor) -> It
 
 def reduce_overhead(chain: Chain, call: dict[str, Any], expected: torch.Tensor) -> Way:
     torch._dynamo.reset()  # else the cases share a limit of compilations
-    compiled: Callable[..., torch.Tensor] = torch.compile(chain, mode="reduce-overhead")
+    compiled = torch.compile(chain, mode="reduce-overhead")
     for _ in range(4):
         compiled(**call)
     return Way("reduce-overhead", lambda: compiled(**call), lambda: compiled(**call), expected)

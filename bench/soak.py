@@ -7,8 +7,8 @@ call's inputs padded by hand, right away; the last hundred results are all compa
 from two threads, each on a stream of its own, that call two managers in turn.
 
 Device memory, PyTorch's and the driver's, and the process's memory are read between rounds, when no result is held; the
-first round of each part warms up. A failure, a miss, a bucket without a call, or tensors that hold more memory at the end
-of a part than after its first round end in an error.
+first round of each part warms up. A failure, a miss, a bucket without a call, or tensors that hold more memory at the
+end of a part than after its first round end in an error.
 
     PYTHONPATH=. python bench/soak.py --out bench/results/<gpu>/soak.json
 """
@@ -130,7 +130,6 @@ def make_manager(function: Exact, plan: Plan, example: dict[str, torch.Tensor]) 
         inputs={"x": rows("tokens"), "scale": rows("tokens"), "cu": offsets("batch", of="tokens")},
         outputs={"rows": rows("tokens"), "sequences": rows("batch")},
         buckets=plan.grid(),
-        on_miss="error",
     )
     return manager.precompile(example, progress=False)
 

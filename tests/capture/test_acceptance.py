@@ -258,6 +258,47 @@ def test_small_large_small_calls_that_capture_on_demand_keep_every_graph_and_res
     assert [bucket.bucket["n"] for bucket in report.buckets] == [4, 8, 16]
 
 
+def test_a_capture_on_demand_hides_no_replaced_weight_from_older_graphs() -> None:
+    linear = torch.nn.Linear(2, 2).requires_grad_(False)
+    manager = manager_of(lambda x: linear(x), on_miss="capture", on_stale="eager")
+    small, large = torch.ones(3, 2), torch.ones(7, 2)
+    assert torch.equal(manager(x=small), linear(small))
+    linear.weight = torch.nn.Parameter(torch.full((2, 2), 5.0), requires_grad=False)
+    for x in (large, small):
+        assert torch.equal(manager(x=x), linear(x))
+
+
+def test_a_capture_on_demand_watches_and_keeps_what_only_older_graphs_read() -> None:
+    tables = {n: torch.full((1,), float(n)) for n in (4, 8, 16)}
+    manager = manager_of(lambda x: x * tables[x.shape[0]], on_miss="capture", on_stale="error", check="always")
+    for n in (3, 7):
+        assert manager(x=torch.ones(n)).tolist() == [n + 1.0] * n
+    tables[4] = torch.full((1,), 40.0)
+    with pytest.raises(StaleWeights):
+        manager(x=torch.ones(3))
+
+
+def test_a_capture_on_demand_hides_no_change_of_mode_from_older_graphs() -> None:
+    module = torch.nn.Dropout(1.0).eval()
+    manager = manager_of(lambda x: module(x), on_miss="capture")
+    assert manager(x=torch.ones(3)).tolist() == [1.0] * 3
+    module.train()
+    for n in (7, 3):
+        assert manager(x=torch.ones(n)).tolist() == [0.0] * n
+
+
+def test_a_capture_on_demand_under_another_autocast_serves_no_call_of_the_first() -> None:
+    linear = torch.nn.Linear(2, 2).requires_grad_(False)
+    manager = manager_of(lambda x: linear(x), on_miss="capture")
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert manager(x=torch.ones(3, 2)).dtype == torch.bfloat16
+    for n in (7, 3):
+        assert manager(x=torch.ones(n, 2)).dtype == torch.float32
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        for n in (7, 3):
+            assert manager(x=torch.ones(n, 2)).dtype == torch.bfloat16
+
+
 def test_empty_sequences_and_calls_without_any(graphs: CaptureManager) -> None:
     hits = graphs.report().hits
     dirty = make_call([8, 8], 0, seed=0)

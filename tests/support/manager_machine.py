@@ -1,30 +1,46 @@
-"""A state machine that drives a `CaptureManager` beside a plain model of what it promises.
+"""A state machine that drives a `CaptureManager` beside the plain model of `manager_model.py`.
 
-The model says of each call whether a graph serves it and which, and gets the result by running the function on the inputs
-padded to that bucket. All numbers are integers in float64, so results agree to the bit. One output is the sum of an
-input's padding and rows, so it tells which bucket served a call; another is random, so it tells how often the generator
-was used.
+No rule has a precondition, and none draws by what came of another: with several threads that may differ from run to run.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import re
 import threading
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from manager_model import (
+    GRID,
+    INPUTS,
+    OUTPUTS,
+    TOKENS,
+    Captured,
+    Conditions,
+    Layer,
+    Model,
+    Outcome,
+    Plan,
+    Variant,
+    any_plans,
+    assert_same,
+    exact_plans,
+    in_order,
+    plans,
+    same,
+)
 
 from mmgraph.capture import (
     Bucket,
     BucketError,
-    BucketGrid,
     CallError,
     CallGradientError,
     CaptureFailedError,
@@ -34,378 +50,9 @@ from mmgraph.capture import (
     SpecError,
     StaleLeaseError,
     StaleWeights,
-    constant,
-    offsets,
-    rows,
-    static,
 )
 
 __all__ = ["ManagerMachine"]
-
-TOKENS, BATCHES, FILL = (4, 8, 16), (2, 4), -2.0
-GRID = BucketGrid(tokens=TOKENS, batch=BATCHES)
-INPUTS = {
-    "x": rows("tokens"),
-    "cu": offsets("batch", of="tokens"),
-    "marks": rows("tokens", axis=1, fill=FILL),
-    "scale": static(),
-    "mode": constant(),
-}
-OUTPUTS: dict[str, Any] = {
-    "main": rows("tokens", per=2),
-    "deep": [rows("tokens"), (offsets("batch", of="tokens"),)],
-    "low": static(),
-    "noise": static(),
-    "length": constant(),
-    "nothing": None,
-}
-TENSORS = ("main", "deep", "low", "noise")
-
-
-def formula(
-    call: dict[str, Any], weight: torch.Tensor, bias: torch.Tensor, adapter: int, training: bool
-) -> dict[str, Any]:
-    """All of the function but its counter and its noise. It writes `scale`."""
-    x, cu, marks = call["x"], call["cu"], call["marks"]
-    call["scale"].add_(1)
-    place = torch.arange(x.shape[0], device=x.device)[None]
-    inside = ((place >= cu[:-1, None]) & (place < cu[1:, None])).to(x.dtype)
-    y = (inside.T @ (inside @ x) * call["scale"] + x) @ weight + bias * call["mode"]
-    y = y * adapter + (1000 if training else 0)
-    return {
-        "main": y.reshape(x.shape[0] // 2, 2, 2).sum(1),
-        "deep": [y * 2, (cu * 2,)],
-        "low": marks.sum(1),
-        "length": 3,
-        "nothing": None,
-    }
-
-
-class Layer(torch.nn.Module):
-    """The function: its weights, a mode that Python tells, a counter, and ways to fail."""
-
-    def __init__(self, device: str) -> None:
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.arange(6, dtype=torch.float64, device=device).reshape(3, 2))
-        self.register_buffer("bias", torch.ones(2, dtype=torch.float64, device=device))
-        self.register_buffer("steps", torch.zeros((), dtype=torch.int64, device=device))
-        self.adapter, self.python_steps = 1, 0
-        self.failure: tuple[str, int] | None = None
-
-    def forward(
-        self, x: torch.Tensor, cu: torch.Tensor, marks: torch.Tensor, scale: torch.Tensor, mode: int
-    ) -> dict[str, Any]:
-        failure = self.failure[0] if self.failure is not None and x.shape[0] == self.failure[1] else ""
-        if failure == "raise":
-            raise ArithmeticError("as asked for")
-        self.steps.add_(1)
-        if failure == "read":
-            scale = scale * (1 + 0 * int(scale.sum().item()))
-        elif failure == "python":
-            self.python_steps += 1
-        call = {"x": x, "cu": cu, "marks": marks, "scale": scale, "mode": mode}
-        noise = torch.rand(2, dtype=torch.float64, device=x.device)
-        return {**formula(call, self.weight, self.bias, self.adapter, self.training), "noise": noise}
-
-
-@dataclass(frozen=True)
-class Plan:
-    """One call, before it is made: hypothesis shows this."""
-
-    lengths: tuple[int, ...]
-    tail: int
-    seed: int
-    mode: int = 1
-    variant: Hashable = None
-    autocast: bool = False
-
-    @property
-    def tokens(self) -> int:
-        return sum(self.lengths) + self.tail + (sum(self.lengths) + self.tail) % 2
-
-    @property
-    def sizes(self) -> dict[str, int]:
-        return {"tokens": self.tokens, "batch": len(self.lengths)}
-
-    def inputs(self, device: str) -> dict[str, Any]:
-        """The arguments; the same ones each time."""
-        generator = torch.Generator().manual_seed(self.seed)
-        draw = lambda *shape: torch.randint(-9, 9, shape, generator=generator).double().to(device)  # noqa: E731
-        cuts = [0, *torch.tensor(self.lengths, dtype=torch.int64).cumsum(0).tolist()]
-        return {
-            "x": draw(self.tokens, 3),
-            "cu": torch.tensor(cuts, dtype=torch.int32, device=device),
-            "marks": draw(2, self.tokens),
-            "scale": draw(1),
-            "mode": self.mode,
-        }
-
-
-plans = st.builds(
-    Plan,
-    st.lists(st.integers(0, 5), max_size=5).map(tuple),
-    st.integers(0, 3),
-    st.integers(0, 2**20),
-    st.sampled_from((1, 1, 1, 1, 2)),
-    st.sampled_from((None, None, None, "b")),
-    st.sampled_from((False,) * 7 + (True,)),
-)
-exact_plans = st.builds(
-    lambda bucket, seed, variant: Plan(
-        (bucket["tokens"] // bucket["batch"],) * bucket["batch"], 0, seed, 1, variant
-    ),
-    st.sampled_from(GRID.buckets),
-    st.integers(0, 2**20),
-    st.sampled_from((None, None, "b")),
-)
-any_plans = plans | exact_plans
-
-
-@dataclass
-class Weights:
-    """Which memory each name is bound to, and the values in each memory that there ever was."""
-
-    bound: dict[str, int] = field(default_factory=lambda: {"weight": 0, "bias": 1, "steps": 2})
-    values: dict[int, torch.Tensor] = field(default_factory=dict)
-
-    def renew(self, name: str, value: torch.Tensor) -> None:
-        memory = len(self.values)
-        self.values[memory] = value.clone()
-        self.bound = {**self.bound, name: memory}
-
-
-@dataclass(frozen=True)
-class Conditions:
-    """What a graph was captured under: it serves calls under the same."""
-
-    bound: dict[str, int]
-    training: bool
-    autocast: bool
-
-
-@dataclass
-class Captured:
-    """A graph in the model, with what it bakes in of Python's values."""
-
-    adapter: int
-    training: bool
-    hits: int = 0
-
-
-@dataclass
-class Variant:
-    mode: int
-    conditions: Conditions
-    graphs: dict[Bucket, Captured] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What a call gets: a graph's replay, a miss's run, or an error (which is `error`)."""
-
-    bucket: Bucket | None = None
-    graph: Captured | None = None
-    reason: str = ""
-    error: type[Exception] | None = None
-
-
-class Model:
-    """What the manager promises, in plain Python."""
-
-    def __init__(self, options: dict[str, Any]) -> None:
-        self.options = options
-        self.variants: dict[Hashable, Variant] = {}
-        self.suspended: dict[Hashable, tuple[int, tuple[Bucket, ...]]] = {}
-        self.used: list[tuple[Hashable, Bucket]] = []  # the one used least recently first
-        self.weights = Weights()
-        self.adapter, self.training = 1, True
-        self.failure: tuple[str, int] | None = None
-        self.calls, self.evicted, self.steps, self.python_steps = 0, 0, 0, 0
-        self.misses: Counter[str] = Counter()
-        self.real: Counter[str] = Counter()
-        self.padded: Counter[str] = Counter()
-        self.changes = 0  # of what is captured
-        self.closed = False
-        self.writes_known = False
-
-    def now(self, autocast: bool = False) -> Conditions:
-        return Conditions(self.weights.bound, self.training, autocast)
-
-    def failing(self, tokens: int) -> str:
-        return self.failure[0] if self.failure is not None and self.failure[1] == tokens else ""
-
-    def resolve(self, sizes: dict[str, int], variant: Hashable, mode: int | None, autocast: bool) -> Outcome:
-        if variant in self.suspended:
-            return Outcome(reason="suspended")
-        state = self.variants.get(variant)
-        if state is None:
-            return Outcome(reason="not precompiled")
-        if mode is not None and mode != state.mode:
-            return Outcome(reason="constant changed")
-        if GRID.choose(sizes) is None:
-            return Outcome(reason="beyond the grid")
-        holding = [bucket for bucket in state.graphs if bucket.holds(sizes)]
-        if not holding:
-            return Outcome(GRID.choose(sizes), reason="not captured")
-        bucket = min(holding, key=lambda b: (b["tokens"], b["batch"]))
-        if self.options["policy"] == "exact":
-            if Bucket(sizes) not in holding:
-                return Outcome(reason="not exact")
-            bucket = Bucket(sizes)
-        now = self.now(autocast)
-        for name, reason in (
-            ("autocast", "autocast differs"),
-            ("training", "training mode differs"),
-            ("bound", "stale weights"),
-        ):
-            if getattr(state.conditions, name) != getattr(now, name):
-                return Outcome(bucket, reason=reason)
-        return Outcome(bucket, state.graphs[bucket])
-
-    def serve(self, plan: Plan) -> Outcome:
-        """A call's outcome, once what it captures is captured."""
-        found = self.resolve(plan.sizes, plan.variant, plan.mode, plan.autocast)
-        if found.graph is not None:
-            return self.counted(found, plan)
-        options = self.options
-        stale = found.reason == "stale weights"
-        if stale and options["on_stale"] == "error":
-            return Outcome(error=StaleWeights)
-        wanted: list[Bucket | None] = []
-        if stale and options["on_stale"] == "recapture":
-            wanted = sorted(self.variants[plan.variant].graphs, key=lambda b: tuple(b.values()), reverse=True)
-        elif options["on_miss"] == "capture" and found.reason in ("not captured", "not precompiled"):
-            wanted = [GRID.choose(plan.sizes)]
-        for number, bucket in enumerate(wanted):
-            if bucket is not None:
-                failed = self.capture(plan, (bucket,), replace=stale and number == 0)
-                if failed is not None:
-                    return Outcome(failed, error=CaptureFailedError)
-        if any(wanted):
-            found = self.resolve(plan.sizes, plan.variant, plan.mode, plan.autocast)
-            if found.graph is not None:
-                return self.counted(found, plan)
-        self.calls += 1
-        self.misses[found.reason] += 1
-        if options["on_miss"] == "error":
-            return Outcome(reason=found.reason, error=MissError)
-        return self.ran(found, plan.tokens)
-
-    def ran(self, found: Outcome, tokens: int) -> Outcome:
-        """The function itself runs."""
-        failing = self.failing(tokens)
-        if failing == "raise":
-            return Outcome(reason=found.reason, error=ArithmeticError)
-        self.steps += 1
-        self.python_steps += failing == "python"
-        return found
-
-    def counted(self, found: Outcome, plan: Plan) -> Outcome:
-        self.count(plan.variant, found, plan.sizes)
-        return found
-
-    def count(self, variant: Hashable, found: Outcome, sizes: dict[str, int]) -> None:
-        assert found.bucket is not None
-        assert found.graph is not None
-        self.calls += 1
-        self.steps += 1
-        found.graph.hits += 1
-        for name, size in sizes.items():
-            self.real[name] += size
-            self.padded[name] += found.bucket[name] - size
-        self.use(variant, found.bucket)
-
-    def use(self, variant: Hashable, bucket: Bucket) -> None:
-        key = (variant, bucket)
-        self.used = [other for other in self.used if other != key] + [key]
-
-    def drop(self, variant: Hashable, bucket: Bucket) -> None:
-        del self.variants[variant].graphs[bucket]
-        self.used.remove((variant, bucket))
-        self.changes += 1
-
-    def drop_variant(self, variant: Hashable) -> None:
-        for bucket in list(self.variants[variant].graphs):
-            self.drop(variant, bucket)
-        del self.variants[variant]
-
-    def capture(self, plan: Plan, buckets: tuple[Bucket, ...], *, replace: bool) -> Bucket | None:
-        """Captures as long as it goes well; the bucket that fails."""
-        now = self.now(plan.autocast)
-        if replace and plan.variant in self.variants:
-            self.drop_variant(plan.variant)
-        self.suspended.pop(plan.variant, None)
-        state = self.variants.setdefault(plan.variant, Variant(plan.mode, now))
-        if state.conditions != now:  # its graphs would go on under what is no longer so
-            for bucket in list(state.graphs):
-                self.drop(plan.variant, bucket)
-            state.conditions = now
-        for bucket in sorted(buckets, key=lambda b: tuple(b.values()), reverse=True):
-            failing = self.failing(bucket["tokens"])
-            if failing in ("raise", "python"):
-                return bucket
-            limit = self.options["max_graphs"]
-            while limit is not None and len(self.used) >= limit:
-                self.drop(*self.used[0])
-                self.evicted += 1
-            if failing == "read":  # found only by the capture itself
-                return bucket
-            state.graphs[bucket] = Captured(self.adapter, self.training)
-            self.use(plan.variant, bucket)
-            self.changes += 1
-            self.writes_known = True
-        return None
-
-    def suspend(self) -> None:
-        for name, state in self.variants.items():
-            if state.graphs:
-                self.suspended[name] = (state.mode, tuple(state.graphs))
-        for name in list(self.variants):
-            self.drop_variant(name)
-
-    def result(
-        self, plan: Plan, bucket: Bucket | None, graph: Captured | None, noise: torch.Tensor | None
-    ) -> dict[str, Any]:
-        """The function on the inputs padded to a bucket, cut again; on the inputs as they are where there is none."""
-        call, sizes = plan.inputs("cpu"), plan.sizes
-        if bucket is not None and graph is not None:
-            more, sequences = bucket["tokens"] - sizes["tokens"], bucket["batch"] - sizes["batch"]
-            call["x"] = torch.nn.functional.pad(call["x"], (0, 0, 0, more))
-            call["marks"] = torch.nn.functional.pad(call["marks"], (0, more), value=FILL)
-            call["cu"] = torch.cat([call["cu"], call["cu"][-1:].expand(sequences)])
-        adapter = graph.adapter if graph is not None else self.adapter
-        training = graph.training if graph is not None else self.training
-        values = [self.weights.values[self.weights.bound[name]] for name in ("weight", "bias")]
-        full = formula(call, *values, adapter, training)
-        return {
-            **full,
-            "main": full["main"][: sizes["tokens"] // 2],
-            "deep": [full["deep"][0][: sizes["tokens"]], (full["deep"][1][0][: sizes["batch"] + 1],)],
-            "noise": noise,
-        }
-
-
-def same(got: dict[str, Any], expected: dict[str, Any]) -> bool:
-    """Whether two results agree to the bit; `expected` is on the CPU, and its noise is None where it isn't known."""
-    pairs = [
-        (got["main"], expected["main"]),
-        (got["deep"][0], expected["deep"][0]),
-        (got["deep"][1][0], expected["deep"][1][0]),
-        (got["low"], expected["low"]),
-    ]
-    if expected["noise"] is not None:
-        pairs.append((got["noise"], expected["noise"]))
-    return (
-        got.keys() == expected.keys()
-        and isinstance(got["deep"], list)
-        and isinstance(got["deep"][1], tuple)
-        and (got["length"], got["nothing"]) == (3, None)
-        and all(a.dtype == b.dtype and torch.equal(a.detach().cpu(), b) for a, b in pairs)
-    )
-
-
-def assert_same(got: dict[str, Any], expected: dict[str, Any]) -> None:
-    assert same(got, expected), f"got {got}, expected {expected}"
 
 
 @dataclass
@@ -432,8 +79,9 @@ class ManagerMachine(RuleBasedStateMachine):
         max_graphs=st.sampled_from((None, 3, 2, 1)),
         debug=st.booleans(),
         extra=st.sampled_from(({}, {}, {"verify": True}, {"nvtx": True}, {"time_every": 2})),
+        filled=st.sampled_from((True, True, False)),
     )
-    def start(self, extra: dict[str, Any], **options: Any) -> None:
+    def start(self, extra: dict[str, Any], filled: bool, **options: Any) -> None:
         self.layer = Layer(self.device)
         self.manager = CaptureManager(
             self.layer, inputs=INPUTS, outputs=OUTPUTS, buckets=GRID, **options, **extra
@@ -444,10 +92,24 @@ class ManagerMachine(RuleBasedStateMachine):
         self.kept: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self.leases: list[Held] = []
         self.undo: list[tuple[dict[str, int], Callable[[], None]]] = []
+        if filled:
+            self.precompile(Plan((3, 2), 1, 0), GRID.buckets, False)
 
     # Calls
 
-    @rule(plan=any_plans, how=st.sampled_from(("copy", "copy", "copy", "into", "into odd", "lease", "no grad")))
+    @rule(
+        calls=st.lists(
+            st.tuples(
+                any_plans, st.sampled_from(("copy", "copy", "copy", "into", "into odd", "lease", "no grad"))
+            ),
+            min_size=1,
+            max_size=4,
+        )
+    )
+    def calls(self, calls: list[tuple[Plan, str]]) -> None:
+        for plan, how in calls:
+            self.call(plan, how)
+
     def call(self, plan: Plan, how: str) -> None:
         given = plan.inputs(self.device)
         was = {name: value.clone() for name, value in given.items() if isinstance(value, torch.Tensor)}
@@ -583,7 +245,7 @@ class ManagerMachine(RuleBasedStateMachine):
                 self.manager.evict(evicted)
                 self.manager.report()
                 self.manager.poison()
-            except BaseException as error:  # noqa: BLE001
+            except BaseException as error:
                 errors.append(error)
 
         graphs = {name: dict(state.graphs) for name, state in model.variants.items()}
@@ -704,31 +366,29 @@ class ManagerMachine(RuleBasedStateMachine):
 
     # Captures
 
-    @rule(plan=plans, picked=st.sets(st.sampled_from(GRID.buckets)), everything=st.booleans())
-    def precompile(self, plan: Plan, picked: set[Bucket], everything: bool) -> None:
+    @rule(
+        plan=plans,
+        picked=st.just(GRID.buckets) | st.sets(st.sampled_from(GRID.buckets), min_size=1).map(in_order),
+        too_many=st.sampled_from((False, False, False, True)),
+    )
+    def precompile(self, plan: Plan, picked: tuple[Bucket, ...], too_many: bool) -> None:
         limit = self.model.options["max_graphs"]
-        buckets = (
-            GRID.buckets if everything or not picked else tuple(sorted(picked, key=lambda b: tuple(b.values())))
-        )
+        if limit is not None and len(picked) > limit and not too_many:
+            picked = picked[:limit]
         given = plan.inputs(self.device)
         was = given["scale"].clone()
-        too_many = limit is not None and len(buckets) > limit
-        if too_many and len(picked) % 2:
-            buckets, too_many = buckets[:limit], False
-        failed = None if too_many else self.model.capture(plan, buckets, replace=True)
         self.seed(plan.seed)
         before = self.generator_state()
-        with self.under(plan):
-            if too_many:
-                with pytest.raises(SpecError, match="max_graphs"):
-                    self.manager.precompile(given, buckets=buckets, variant=plan.variant, progress=False)
-            elif failed is not None:
-                with pytest.raises(CaptureFailedError) as caught:
-                    self.manager.precompile(given, buckets=buckets, variant=plan.variant, progress=False)
-                assert caught.value.bucket == failed
+        with self.under(plan), contextlib.ExitStack() as stack:
+            if limit is not None and len(picked) > limit:
+                stack.enter_context(pytest.raises(SpecError, match="max_graphs"))
             else:
-                chosen = None if buckets == GRID.buckets else buckets
-                self.manager.precompile(given, buckets=chosen, variant=plan.variant, progress=False)
+                self.model.closed = False
+                failed = self.model.capture(plan, picked, replace=True)
+                if failed is not None:
+                    stack.enter_context(pytest.raises(CaptureFailedError, match=re.escape(str(failed))))
+            buckets = None if picked == GRID.buckets else picked
+            self.manager.precompile(given, buckets=buckets, variant=plan.variant, progress=False)
         assert torch.equal(self.generator_state(), before)
         assert torch.equal(given["scale"], was)
 
@@ -754,7 +414,6 @@ class ManagerMachine(RuleBasedStateMachine):
         """From now on the function can't be captured at a size."""
         self.layer.failure = self.model.failure = (failure, tokens)
 
-    @precondition(lambda self: self.model.failure is not None)
     @rule()
     def fail_no_more(self) -> None:
         self.layer.failure = self.model.failure = None
@@ -789,14 +448,15 @@ class ManagerMachine(RuleBasedStateMachine):
         with pytest.raises(CaptureFailedError) if failed else contextlib.nullcontext():
             self.manager.resume(**named)
 
-    @precondition(lambda self: self.model.calls > 8)
-    @rule()
-    def close(self) -> None:
+    @rule(sure=st.sampled_from((False, False, True)))
+    def close(self, sure: bool) -> None:
+        if not sure:
+            return
         self.manager.close()
         for name in list(self.model.variants):
             self.model.drop_variant(name)
         self.model.suspended.clear()
-        self.model.evicted = 0
+        self.model.evicted, self.model.closed = 0, True
         assert all(held.lease.stale for held in self.leases if held.of_graph)
 
     # Weights and modes
@@ -841,16 +501,16 @@ class ManagerMachine(RuleBasedStateMachine):
                 weights.renew(key, weights.values[weights.bound[key]])
         weights.renew(name, fresh.cpu())
 
-    @precondition(lambda self: self.undo)
     @rule()
     def put_back(self) -> None:
         """The weights that were there before are there again, in their own memory."""
+        if not self.undo:
+            return
         bound, undo = self.undo.pop()
         undo()
         self.model.weights.bound = bound
         self.manager.invalidate()
 
-    @precondition(lambda self: self.undo and self.model.variants)
     @rule(plan=exact_plans)
     def stale_weights_are_named(self, plan: Plan) -> None:
         found = self.model.resolve(plan.sizes, plan.variant, plan.mode, plan.autocast)
@@ -879,9 +539,10 @@ class ManagerMachine(RuleBasedStateMachine):
     def poison(self) -> None:
         self.manager.poison()
 
-    @precondition(lambda self: self.leases)
     @rule(release=st.booleans())
     def read_leases(self, release: bool) -> None:
+        if not self.leases:
+            return
         for held in self.leases:
             if held.lease.stale:
                 assert held.of_graph
@@ -901,7 +562,6 @@ class ManagerMachine(RuleBasedStateMachine):
             last.released = True
             assert last.lease.stale is last.of_graph
 
-    @precondition(lambda self: self.kept)
     @rule()
     def results_are_what_they_were(self) -> None:
         for result, expected in self.kept:
