@@ -78,7 +78,7 @@ class WeightBindings(Reach):
     def bound_tensors(self) -> Iterator[torch.Tensor]:
         """The tensors that are bound somewhere, parameters among them."""
         for places in self._found.values():
-            if isinstance(places[0].old, torch.Tensor):
+            if issubclass(type(places[0].old), torch.Tensor):
                 yield places[0].old
 
     def _children(self, node: Any, kind: type) -> Iterator[Any]:

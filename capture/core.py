@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
+import logging
 import threading
+import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +23,7 @@ from .constants import frozen_constant, same_constant
 from .errors import (
     CallError,
     CallGradientError,
+    CaptureError,
     CaptureFailedError,
     MemoryBoundError,
     SpecError,
@@ -30,12 +35,23 @@ from .guard import WeightGuard
 from .layout import check_leaf, layout_of_example, sizes_of_leaves
 from .metrics import ReplayTimer
 from .options import Options
+from .places import storage_key
 from .policies import BucketPolicy, Smallest, check_choice
 from .progress import progress_bar
 from .spec import Constant, Rows, Signature
 from .store import GraphStore, Stored, Variant
 
 __all__ = ["Core", "Resolution", "check_buckets"]
+
+logger = logging.getLogger(__name__)
+
+# Graphs with collective operations that live on while the process ends keep NCCL from ending.
+_LIVE: weakref.WeakSet[Core] = weakref.WeakSet()
+
+
+@functools.cache
+def _close_all_at_exit() -> None:
+    atexit.register(lambda: [core.close() for core in list(_LIVE)])
 
 
 @dataclass(frozen=True)
@@ -87,6 +103,7 @@ class Core:
         self.suspended: dict[Hashable, tuple[list[Any], tuple[Bucket, ...]]] = {}
         self.store: GraphStore | None = None
         self.past = Past()
+        self.failed: dict[tuple[Hashable, Bucket], str] = {}  # what captures on demand have come to
         self.stale_names: tuple[str, ...] = ()  # of the last call that found any
         self.flat = flat_binder(signature)
         self.build = tree_builder(signature.output_tree)
@@ -119,7 +136,7 @@ class Core:
             if not same_constant(value, leaves[position]):
                 return None
         stored = state.smallest(self.grid, self._steps, self.bounded(sizes))
-        if stored is None or self._why_not_now(state, stored) is not None:
+        if stored is None or self._why_not_now(state) is not None:
             return None
         return stored
 
@@ -144,7 +161,7 @@ class Core:
             if not same_constant(value, leaves[position]):
                 path = self.signature.inputs[position].path
                 return Resolution(sizes, None, None, f"constant changed: {path}")
-        return self._resolve_bucket(state, sizes)
+        return self._resolve_bucket(state, name, sizes)
 
     def resolve_sizes(self, state: Variant | None, sizes: dict[str, int], name: Hashable) -> Resolution:
         """What a call of these sizes would get whose other arguments are as declared."""
@@ -160,15 +177,17 @@ class Core:
                     f"{leaf.spec.dim}={sizes[leaf.spec.dim]} is not a multiple of {leaf.spec.per}, which "
                     f"{leaf.path} needs"
                 )
-        return self._resolve_bucket(state, sizes)
+        return self._resolve_bucket(state, name, sizes)
 
-    def _resolve_bucket(self, state: Variant, sizes: Mapping[str, int]) -> Resolution:
+    def _resolve_bucket(self, state: Variant, name: Hashable, sizes: Mapping[str, int]) -> Resolution:
         bucket = self.grid.choose(sizes)
         if bucket is None:
             return Resolution(sizes, None, None, f"beyond the grid: {self.grid.why_none(sizes)}")
         holding = [c for c in state.candidates(self.grid) if self.grid.holds(c.bucket, sizes)]
         if not holding:
-            return Resolution(sizes, bucket, None, f"not captured: {bucket}")
+            # What would stand in a graph's way stands in the way of capturing another beside it.
+            missing = self._failed(name, bucket) or f"not captured: {bucket}"
+            return Resolution(sizes, bucket, None, self._why_not_now(state) or missing)
         stored = None
         if self._is_smallest:
             stored = state.smallest(self.grid, self._steps, self.bounded([sizes[n] for n in self.grid.names]))
@@ -180,7 +199,7 @@ class Core:
             if choice.bucket is None:
                 return Resolution(sizes, bucket, None, choice.reason)
             stored = state.graphs[choice.bucket]
-        reason = self._why_not_now(state, stored)
+        reason = self._why_not_now(state)
         if reason is not None:
             return Resolution(sizes, stored.graph.bucket, None, reason)
         return Resolution(sizes, stored.graph.bucket, stored)
@@ -195,12 +214,19 @@ class Core:
                 bounded[inner] = bounded[outer]
         return bounded
 
-    def _why_not_now(self, state: Variant, stored: Stored) -> str | None:
-        """Why a graph can't serve a call at this moment, or None."""
-        generation = stored.generation
-        if is_capturing(generation.on_cuda):
+    def _failed(self, name: Hashable, bucket: Bucket) -> str | None:
+        """Why a bucket is not to be captured on demand again."""
+        error = self.failed.get((name, bucket))
+        return None if error is None else f"capture failed: {error}"
+
+    def _why_not_now(self, state: Variant) -> str | None:
+        """Why no graph of a variant can serve a call at this moment, or None."""
+        device = self.device
+        if device is None:
+            raise CaptureError("internal: graphs without a device")
+        if is_capturing(device.type == "cuda"):
             return "inside another capture: the function becomes part of it"
-        now = autocast_state(generation.device)
+        now = autocast_state(device)
         if now != state.autocast:
             return f"autocast differs: captured under {state.autocast}, called under {now}"
         for module, training in state.training:
@@ -246,10 +272,12 @@ class Core:
             if isinstance(leaf.spec, Constant)
         }
         store = self._store_on(device)
+        seen = dict(store.variants[name].seen) if name in store.variants and not replace else {}
         if replace:
             store.drop_variant(name)
+            self.failed = {key: error for key, error in self.failed.items() if key[0] != name}
         self.suspended.pop(name, None)
-        order = sorted(buckets, key=lambda b: tuple(b[n] for n in self.grid.names), reverse=True)
+        order = sorted(buckets, key=self.order, reverse=True)
         with torch.no_grad():
             generation = store.generation_for(layouts, buckets, device)
             state = store.variants.get(name)
@@ -288,19 +316,34 @@ class Core:
                         advance(bucket)
             finally:
                 self.written |= capturer.written
-                self._guard(state, capturer)
+                state.seen = seen | {storage_key(tensor): tensor for tensor in capturer.seen}
+                self._guard(state, name, generation)
                 store.prune()
 
-    def capture_on_demand(self, leaves: list[Any], bucket: Bucket, name: Hashable, *, replace: bool) -> None:
-        """Captures one bucket for a call that came; where memory is bound, in place of older ones."""
-        try:
-            self.capture(leaves, [bucket], name, replace=replace)
-        except CaptureFailedError as error:
-            if not isinstance(error.__cause__, MemoryBoundError) or self.store is None:
-                raise
-            # What it was to share a pool with stands in its way.
-            self.store.drop([key for g in self.store.generations for key in g.graphs])
-            self.capture(leaves, [bucket], name, replace=False)
+    def capture_on_demand(
+        self, leaves: list[Any], buckets: Sequence[Bucket], name: Hashable, *, replace: bool
+    ) -> None:
+        """Captures buckets for a call that came; where memory is bound, in place of older ones.
+
+        A bucket that can't be captured isn't tried again, but run eagerly, until `precompile` or `close`.
+        """
+        for number, bucket in enumerate(sorted(buckets, key=self.order, reverse=True)):
+            try:
+                try:
+                    self.capture(leaves, [bucket], name, replace=replace and number == 0)
+                except CaptureFailedError as error:
+                    if not isinstance(error.__cause__, MemoryBoundError) or self.store is None:
+                        raise
+                    # What it was to share a pool with stands in its way.
+                    self.store.drop([key for g in self.store.generations for key in g.graphs])
+                    self.capture(leaves, [bucket], name, replace=False)
+            except CaptureFailedError as error:
+                self.failed[name, bucket] = f"{error.__cause__ or error}"
+                logger.warning("%s; calls that need it run eagerly", error)
+
+    def order(self, bucket: Bucket) -> tuple[int, ...]:
+        """How buckets are sorted."""
+        return tuple(bucket[name] for name in self.grid.names)
 
     def predict(self, leaves: list[Any], buckets: Sequence[Bucket]) -> int | None:
         """Bytes of static buffers and pool for these buckets; the locks are held."""
@@ -312,7 +355,7 @@ class Core:
         generation = Generation(self.signature, layouts, buckets, device)
         try:
             capturer = Capturer(self.compiled or self.fn, generation, CaptureOptions(), leaves)
-            order = sorted(buckets, key=lambda b: tuple(b[n] for n in self.grid.names), reverse=True)
+            order = sorted(buckets, key=self.order, reverse=True)
             with capturer.state_preserved():
                 pool = capturer.rehearse(order)
             return None if pool is None else pool + generation.static_bytes
@@ -351,6 +394,7 @@ class Core:
     def close(self) -> None:
         """Drops everything."""
         self.suspended.clear()
+        self.failed.clear()
         if self.store is not None:
             self.store.clear()
             self.store = None
@@ -366,24 +410,27 @@ class Core:
             self.store = None
         if self.store is None:
             self.device = device
+            _LIVE.add(self)
+            _close_all_at_exit()
             self.timer = ReplayTimer(device, self.options.time_every)
             self.store = GraphStore(
                 self.signature, self.options.max_graphs, self.options.max_bytes, self.timer, self.past
             )
         return self.store
 
-    def _guard(self, state: Variant, capturer: Capturer) -> None:
-        """Watches what the function reaches and read, as it is now."""
+    def _guard(self, state: Variant, name: Hashable, generation: Generation) -> None:
+        """Watches what the function reaches and read, as it is now: nothing was stale before these captures."""
         if state.guard is not None:
             state.guard.close()
-        generation = capturer.generation
         state.guard = WeightGuard(
             self.fn,
             watch=self.watch,
-            seen=capturer.seen,
+            seen=list(state.seen.values()),
             ignore=[*generation.inputs.storages, generation.record, generation.fills],
             mode=self.options.check,
         )
+        if name is not None:  # a variant may be a mode, and its callers say which they want
+            return
         tops = top_modules(WeightBindings(self.fn).modules)
         state.training = tuple((module, module.training) for module in tops)
 

@@ -80,6 +80,7 @@ class Generation:
         self.copier = Copier(torch.device("cpu"), None, 0)
         self.ring = CallRing(width, self.record) if self.on_cuda else None
         self.no_inputs = [0] * (NUMBERS * staged)
+        self.last_raw = -1  # the stream that `done` was last recorded on, if it is known
         self.done: torch.cuda.Event | None = torch.cuda.Event() if self.on_cuda else None
         self.set_fills(self.clean_fills())
 
@@ -249,6 +250,7 @@ class Generation:
         self.done.wait(stream)
         poison_pool(self.pool.handle, stream)
         self.done.record(stream)
+        self.last_raw = -1
 
     def settle(self) -> None:
         """Waits until no replay is under way."""

@@ -241,7 +241,11 @@ class CaptureManager:
         """
         core = self._core
         with core.lock:
-            yield self._server.stage({**(sizes or {}), **named}, variant)
+            staged = self._server.stage({**(sizes or {}), **named}, variant)
+            try:
+                yield staged
+            finally:
+                self._server.end_stage(staged)
 
     def explain_call(self, *args: Any, variant: Hashable = None, **kwargs: Any) -> CallExplanation:
         """Which bucket a call with these arguments would replay, or why it would run eagerly. Counts nothing."""

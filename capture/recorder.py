@@ -42,6 +42,8 @@ _READS = {
     "__complex__": "a scalar is read from a tensor",
     "__index__": "a scalar is read from a tensor",
     "cpu": "a tensor is copied to the host",
+    "__repr__": "a tensor is printed",
+    "__format__": "a tensor is printed",
 }
 _READ_REMEDY = (
     "on a GPU it would wait for the device; keep the value on the device, or compute it before and pass it in"

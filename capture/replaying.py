@@ -42,7 +42,6 @@ class Replayer:
         self._ring, self._done = generation.ring, generation.done
         self._on_cuda = generation.on_cuda
         self._streams: dict[int, torch.cuda.Stream] = {}
-        self._last_raw = -1
         self._index = -1
         if self._on_cuda:
             index = generation.device.index
@@ -72,10 +71,11 @@ class Replayer:
             return None
         raw = torch._C._cuda_getCurrentRawStream(self._index)
         stream = self._streams.get(raw)
-        if stream is None or raw != self._last_raw:
+        if stream is None or raw != self._generation.last_raw:
             stream = self.stream()
             self._done.wait(stream)
-        self._last_raw = raw
+            # Until the end is marked, other streams have nothing to wait for that covers this call.
+            self._generation.last_raw = raw
         return stream
 
     def stream(self) -> torch.cuda.Stream | None:

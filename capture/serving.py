@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from .buckets import Bucket
 from .calls import Source
 from .compiling import is_compiled, run_without_recompiling
 from .core import Core, Resolution
@@ -93,6 +94,10 @@ class Server:
             )
         return Staged(self, found.stored, sizes_in_order(core.grid.names, sizes))
 
+    def end_stage(self, staged: Staged) -> None:
+        """Marks what was written into the static inputs, for calls on other streams."""
+        staged.stored.replayer.leave(staged.stored.replayer.stream())
+
     def replay_staged(self, stored: Stored, sizes: list[int], want: Want) -> Any:
         """Replays on what lies in the static inputs."""
         return self._replay(stored, None, sizes, want)
@@ -103,22 +108,20 @@ class Server:
             found = core.resolve(leaves, variant)
             if found.stored is not None:
                 return self._replay(found.stored, leaves, sizes_in_order(core.grid.names, found.sizes), want)
-            stale = found.kind == "stale weights"
-            if stale and options.on_stale == "error":
+            if found.kind == "stale weights" and options.on_stale == "error":
                 raise core.stale_error()
             wanted = self._to_capture(found, variant)
         if wanted:
             with CAPTURE_LOCK, core.lock:
-                again = core.resolve(leaves, variant)
-                if again.stored is None:  # no other thread has captured it meanwhile
-                    for number, bucket in enumerate(wanted):
-                        core.capture_on_demand(leaves, bucket, variant, replace=stale and number == 0)
-                    again = core.resolve(leaves, variant)
-                if again.stored is not None:
+                found = core.resolve(leaves, variant)  # another thread may have been here meanwhile
+                wanted = self._to_capture(found, variant) if found.stored is None else ()
+                if wanted:
+                    core.capture_on_demand(leaves, wanted, variant, replace=found.kind == "stale weights")
+                    found = core.resolve(leaves, variant)
+                if found.stored is not None:
                     return self._replay(
-                        again.stored, leaves, sizes_in_order(core.grid.names, again.sizes), want
+                        found.stored, leaves, sizes_in_order(core.grid.names, found.sizes), want
                     )
-                found = again
         with core.lock:
             core.calls += 1
             core.misses[found.kind] += 1
@@ -133,12 +136,13 @@ class Server:
                 leaves[position] = leaves[position].clone()
         return self._eagerly(leaves, want)
 
-    def _to_capture(self, found: Resolution, variant: Hashable) -> tuple[Any, ...]:
+    def _to_capture(self, found: Resolution, variant: Hashable) -> tuple[Bucket, ...]:
         """The buckets to capture before this call can be served."""
         core = self._core
         if found.kind == "stale weights" and core.options.on_stale == "recapture":
             state = core.store.variants[variant] if core.store is not None else None
-            return tuple(sorted(state.graphs, key=lambda b: tuple(b.values()), reverse=True)) if state else ()
+            own = [found.bucket] if core.options.on_miss == "capture" and found.bucket is not None else []
+            return tuple({*own, *(state.graphs if state is not None else ())})
         if core.options.on_miss != "capture":
             return ()
         if found.kind == "not captured" and found.bucket is not None:
@@ -248,7 +252,7 @@ class Staged:
     """
 
     def __init__(self, server: Server, stored: Stored, sizes: list[int]) -> None:
-        self._server, self._stored, self._sizes = server, stored, sizes
+        self._server, self.stored, self._sizes = server, stored, sizes
         core, generation = server._core, stored.generation
         stored.replayer.enter()
         named = dict(zip(core.grid.names, sizes, strict=True))
@@ -267,16 +271,16 @@ class Staged:
 
     def replay(self) -> Any:
         """The results, as copies."""
-        return self._server.replay_staged(self._stored, self._sizes, COPY)
+        return self._server.replay_staged(self.stored, self._sizes, COPY)
 
     def lease(self) -> Lease:
         """The results, as a lease."""
-        lease: Lease = self._server.replay_staged(self._stored, self._sizes, LEASE)
+        lease: Lease = self._server.replay_staged(self.stored, self._sizes, LEASE)
         return lease
 
     def into(self, out: Any) -> Any:
         """The results, in the caller's tensors."""
-        return self._server.replay_staged(self._stored, self._sizes, Into(out))
+        return self._server.replay_staged(self.stored, self._sizes, Into(out))
 
 
 def _current(device: torch.device) -> AbstractContextManager[Any]:

@@ -50,6 +50,7 @@ class Variant:
         guard: notices replaced weights.
         reader: reads calls.
         graphs: by bucket.
+        seen: what its captures saw the function read from outside, by memory.
     """
 
     layouts: tuple[LeafLayout | None, ...]
@@ -59,6 +60,7 @@ class Variant:
     guard: WeightGuard | None
     reader: CallReader
     graphs: dict[Bucket, Stored] = field(default_factory=dict)
+    seen: dict[int, torch.Tensor] = field(default_factory=dict)
     _found: dict[tuple[int, ...], Stored | None] = field(default_factory=dict)
     _candidates: tuple[Candidate, ...] | None = None
 
