@@ -140,12 +140,14 @@ class Capturer:
         rows, values = self._example_at(bucket)
         views = tuple(row[0] if row is not None else None for row in rows)
         begin = self._beginning(rows)
+        if generation.lane is not None:
+            generation.lane.settle_workspaces()
         with self._on_capture_stream(), torch.no_grad(), _without_autocast_cache():
             numbers = generation.numbers(bucket)
             generation.set_record(numbers)
             flat = self._watched_run(values, begin)
             self._note_written(rows)
-            self._refuse_python_state(rows, values)
+            self._refuse_python_state(bucket)
             self._prepare_outputs(flat, bucket)
             eager_seconds = self._warm_up(values, begin, bucket)
             outputs = generation.output_views(bucket) if not generation.on_cuda else ()
@@ -241,15 +243,14 @@ class Capturer:
             with snapshot.watching(declared=False):
                 return self._run(values)
 
-    def _refuse_python_state(
-        self, rows: Sequence[tuple[torch.Tensor, torch.Tensor] | None], values: Sequence[Any]
-    ) -> None:
+    def _refuse_python_state(self, bucket: Bucket) -> None:
         """Raises where the function sets a Python value at every run, which a replay doesn't."""
         snapshot = self._snapshot
         if snapshot is None:
             raise CaptureError("internal: a capture outside state_preserved")
 
         def again() -> None:
+            rows, values = self._example_at(bucket)
             for row in rows:
                 if row is not None:
                     row[0].copy_(row[1])
@@ -290,8 +291,8 @@ class Capturer:
         return first if first == second else None
 
     def _rehearse_all(self, buckets: Sequence[Bucket]) -> int:
+        self._make_ready()
         with self._on_capture_stream(), torch.no_grad(), _without_autocast_cache():
-            self._make_ready()
             prepared = [self._example_at(bucket) for bucket in buckets]
             with rehearsal(self.device) as taken:
                 for rows, values in prepared:

@@ -51,7 +51,11 @@ _LIVE: weakref.WeakSet[Core] = weakref.WeakSet()
 
 @functools.cache
 def _close_all_at_exit() -> None:
-    atexit.register(lambda: [core.close() for core in list(_LIVE)])
+    def close_all() -> None:
+        for core in list(_LIVE):
+            core.close()
+
+    atexit.register(close_all)
 
 
 @dataclass(frozen=True)

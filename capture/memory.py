@@ -10,7 +10,7 @@ import torch
 
 from ._compat import cuda_allocating_in, cuda_memset
 
-__all__ = ["free_bytes", "give_memory_back", "poison_pool", "pool_bytes", "rehearsal"]
+__all__ = ["free_bytes", "give_memory_back", "poison_pool", "pool_bytes", "rehearsal", "used_bytes"]
 
 # As bytes: NaN in every floating-point type, -1 in every integer type.
 _ALL_ONES = 0xFF
@@ -47,6 +47,12 @@ def give_memory_back() -> None:
 def free_bytes(device: torch.device) -> int:
     """Bytes of a device's memory that nobody has taken; 0 on a CPU. Of other processes' doing, too."""
     return int(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else 0
+
+
+def used_bytes(handle: Any) -> int:
+    """Bytes of a pool that somebody uses, or has only just freed. Waits for nothing."""
+    blocks = (block for segment in _segments(handle) for block in segment["blocks"])
+    return sum(int(block["size"]) for block in blocks if block["state"] != "inactive")
 
 
 def poison_pool(handle: Any, stream: torch.cuda.Stream) -> int:

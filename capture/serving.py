@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from .buckets import Bucket
 from .calls import Source
-from .compiling import is_compiled, run_without_recompiling
+from .compiling import run_without_recompiling
 from .core import Core, Resolution
 from .cuda import CAPTURE_LOCK
 from .errors import BucketError, CallError, MissError
@@ -45,7 +45,6 @@ class Server:
 
     def __init__(self, core: Core) -> None:
         self._core = core
-        self._compiled = is_compiled(core.fn)
         self._plain = not core.options.nvtx
 
     def call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], variant: Hashable, want: Want) -> Any:
@@ -157,7 +156,9 @@ class Server:
         core = self._core
         arguments = core.signature.arguments(leaves)
         with torch.no_grad():
-            result = run_without_recompiling(core.fn, arguments) if self._compiled else core.fn(**arguments)
+            # Once graphs were captured nothing compiles any more, in whatever part of the function.
+            serving = core.device is not None
+            result = run_without_recompiling(core.fn, arguments) if serving else core.fn(**arguments)
             if isinstance(want, Into):
                 return self._copied_into(result, want.out)
         return Lease(result, None, None) if want is LEASE else result

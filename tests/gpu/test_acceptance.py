@@ -105,14 +105,6 @@ def draws_from_a_generator_of_its_own() -> Function:
     return lambda x: x + torch.rand(x.shape, device="cuda", generator=generator)
 
 
-def reads_the_generators_state() -> Function:
-    def function(x: torch.Tensor) -> torch.Tensor:
-        torch.cuda.get_rng_state()
-        return x * 2
-
-    return function
-
-
 def prints() -> Function:
     return lambda x: x + len(str(x))
 
@@ -124,7 +116,6 @@ MUST_FAIL = (
     asks_an_event,
     waits_for_work_outside,
     draws_from_a_generator_of_its_own,
-    reads_the_generators_state,
     prints,
 )
 

@@ -1,6 +1,7 @@
 """A state machine that drives a `CaptureManager` beside the plain model of `manager_model.py`.
 
-No rule has a precondition, and none draws by what came of another: with several threads that may differ from run to run.
+No rule has a precondition, and none draws by what came of another: with several threads that may differ from run to
+run.
 """
 
 from __future__ import annotations
@@ -32,7 +33,6 @@ from manager_model import (
     Variant,
     any_plans,
     assert_same,
-    exact_plans,
     in_order,
     plans,
     same,
@@ -66,6 +66,42 @@ class Held:
     released: bool = False
 
 
+ways = st.sampled_from(("copy", "copy", "copy", "into", "into odd", "lease", "no grad"))
+some_calls = st.lists(st.tuples(any_plans, ways), max_size=4)
+variants, buckets = st.sampled_from((None, None, "b")), st.sampled_from(GRID.buckets)
+weights, small = st.sampled_from(("weight", "bias")), st.integers(-3, 3)
+
+
+def deed(name: str, *arguments: st.SearchStrategy[Any]) -> st.SearchStrategy[tuple[Any, ...]]:
+    """A method of the machine and its arguments."""
+    return st.tuples(st.just(name), *arguments)
+
+
+deeds = {
+    "of weights": deed("update_in_place", weights, small)
+    | deed("replace", weights, st.sampled_from(("setattr", "data", "load")), small)
+    | deed("put_back"),
+    "of modes": deed("set_adapter", st.integers(1, 3))
+    | deed("set_training", st.booleans())
+    | deed("fail", st.sampled_from(("raise", "read", "python")), st.sampled_from(TOKENS))
+    | deed("fail_no_more"),
+    "of graphs": deed("evict", buckets, variants)
+    | deed("evict", buckets, variants)
+    | deed("suspend")
+    | deed("resume", st.sampled_from((None, "b", "any", "any")))
+    | deed("poison")
+    | deed("close"),
+    "refused": deed(
+        "wrong_call",
+        any_plans,
+        st.sampled_from(("missing", "unknown", "odd", "differ", "flat", "dtype", "shape", "grad")),
+    )
+    | deed("wrong_out", plans, st.sampled_from(("shape", "dtype", "structure", "nothing")))
+    | deed("wrong_stage", st.sampled_from((-1, True, "missing", "odd")))
+    | deed("wrong_precompile", plans, st.sampled_from(("bucket", "none", "missing", "floats", "mapping"))),
+}
+
+
 class ManagerMachine(RuleBasedStateMachine):
     """The machine; a subclass gives the device."""
 
@@ -97,18 +133,31 @@ class ManagerMachine(RuleBasedStateMachine):
 
     # Calls
 
-    @rule(
-        calls=st.lists(
-            st.tuples(
-                any_plans, st.sampled_from(("copy", "copy", "copy", "into", "into odd", "lease", "no grad"))
-            ),
-            min_size=1,
-            max_size=4,
-        )
-    )
+    @rule(calls=some_calls)
     def calls(self, calls: list[tuple[Plan, str]]) -> None:
         for plan, how in calls:
             self.call(plan, how)
+
+    @rule(deed=deeds["of weights"], calls=some_calls)
+    def change_weights(self, deed: tuple[Any, ...], calls: list[tuple[Plan, str]]) -> None:
+        self.do(deed, calls)
+
+    @rule(deed=deeds["of modes"], calls=some_calls)
+    def change_modes(self, deed: tuple[Any, ...], calls: list[tuple[Plan, str]]) -> None:
+        self.do(deed, calls)
+
+    @rule(deed=deeds["of graphs"], calls=some_calls)
+    def change_graphs(self, deed: tuple[Any, ...], calls: list[tuple[Plan, str]]) -> None:
+        self.do(deed, calls)
+
+    @rule(deed=deeds["refused"], calls=some_calls)
+    def do_wrong(self, deed: tuple[Any, ...], calls: list[tuple[Plan, str]]) -> None:
+        self.do(deed, calls)
+
+    def do(self, deed: tuple[Any, ...], calls: list[tuple[Plan, str]]) -> None:
+        name, *arguments = deed
+        getattr(self, name)(*arguments)
+        self.calls(calls)
 
     def call(self, plan: Plan, how: str) -> None:
         given = plan.inputs(self.device)
@@ -122,7 +171,7 @@ class ManagerMachine(RuleBasedStateMachine):
             assert explained.bucket == before.bucket
         found = self.model.serve(plan)
         noise = self.seed(plan.seed)
-        with self.under(plan), self.raises(found) as caught:
+        with self.under(plan), self.raises(found, plan) as caught:
             result = self.make(plan, given, how, found)
         if not caught:
             assert torch.equal(self.generator_state(), noise.get_state())
@@ -130,7 +179,7 @@ class ManagerMachine(RuleBasedStateMachine):
                 return
             self.kept.append((result, self.model.result(plan, found.bucket, found.graph, self.drawn(plan))))
             assert_same(*self.kept[-1])
-        if found.error in (StaleWeights, MissError, CaptureFailedError):
+        if found.error in (StaleWeights, MissError):
             fresh = torch.Generator(self.device).manual_seed(plan.seed)
             assert torch.equal(self.generator_state(), fresh.get_state())
         if self.model.writes_known:
@@ -298,10 +347,6 @@ class ManagerMachine(RuleBasedStateMachine):
                 del known.graphs[bucket]
         model.used = sorted(clocks, key=lambda key: clocks[key])
 
-    @rule(
-        plan=any_plans,
-        wrong=st.sampled_from(("missing", "unknown", "odd", "differ", "flat", "dtype", "shape", "grad")),
-    )
     def wrong_call(self, plan: Plan, wrong: str) -> None:
         given = plan.inputs(self.device)
         x = given["x"]
@@ -325,19 +370,13 @@ class ManagerMachine(RuleBasedStateMachine):
             given["x"] = x.float()
         else:
             given["scale"] = given["scale"][None]
-        way = plan.seed % 3
         self.seed(plan.seed)
         before = self.generator_state()
+        ways = (self.manager, self.manager.lease, self.manager.explain_call)
         with pytest.raises(expected):
-            if way == 0:
-                self.manager(**given, variant=plan.variant)
-            elif way == 1:
-                self.manager.lease(**given, variant=plan.variant)
-            else:
-                self.manager.explain_call(**given, variant=plan.variant)
+            ways[plan.seed % 3](**given, variant=plan.variant)
         assert torch.equal(self.generator_state(), before)
 
-    @rule(plan=plans, wrong=st.sampled_from(("shape", "dtype", "structure", "nothing")))
     def wrong_out(self, plan: Plan, wrong: str) -> None:
         found = self.model.resolve(plan.sizes, plan.variant, plan.mode, plan.autocast)
         if found.graph is None:
@@ -354,7 +393,6 @@ class ManagerMachine(RuleBasedStateMachine):
         with self.under(plan), pytest.raises(CallError):
             self.manager.into(out, **plan.inputs(self.device), variant=plan.variant)
 
-    @rule(wrong=st.sampled_from((-1, True, "missing", "odd")))
     def wrong_stage(self, wrong: Any) -> None:
         sizes = {"tokens": 3 if wrong == "odd" else 2, "batch": wrong}
         if wrong == "missing":
@@ -392,7 +430,6 @@ class ManagerMachine(RuleBasedStateMachine):
         assert torch.equal(self.generator_state(), before)
         assert torch.equal(given["scale"], was)
 
-    @rule(plan=plans, wrong=st.sampled_from(("bucket", "none", "missing", "floats", "mapping")))
     def wrong_precompile(self, plan: Plan, wrong: str) -> None:
         given: Any = plan.inputs(self.device)
         buckets: list[Bucket] | None = [GRID.buckets[0]]
@@ -409,16 +446,13 @@ class ManagerMachine(RuleBasedStateMachine):
         with pytest.raises((CallError, SpecError)):
             self.manager.precompile(given, buckets=buckets, variant=plan.variant, progress=False)
 
-    @rule(failure=st.sampled_from(("raise", "read", "python")), tokens=st.sampled_from(TOKENS))
     def fail(self, failure: str, tokens: int) -> None:
         """From now on the function can't be captured at a size."""
         self.layer.failure = self.model.failure = (failure, tokens)
 
-    @rule()
     def fail_no_more(self) -> None:
         self.layer.failure = self.model.failure = None
 
-    @rule(bucket=st.sampled_from(GRID.buckets), variant=st.sampled_from((None, "b")))
     def evict(self, bucket: Bucket, variant: Hashable) -> None:
         state = self.model.variants.get(variant)
         there = state is not None and bucket in state.graphs
@@ -426,14 +460,12 @@ class ManagerMachine(RuleBasedStateMachine):
             self.model.drop(variant, bucket)
         assert self.manager.evict(bucket, variant=variant) is there
 
-    @rule()
     def suspend(self) -> None:
         self.model.suspend()
         self.manager.suspend()
         report = self.manager.report()
         assert (report.static_bytes, report.generations, report.buckets) == (0, 0, ())
 
-    @rule(variant=st.sampled_from((None, "b", "any")))
     def resume(self, variant: Hashable) -> None:
         model = self.model
         named = {} if variant == "any" else {"variant": variant}
@@ -448,31 +480,23 @@ class ManagerMachine(RuleBasedStateMachine):
         with pytest.raises(CaptureFailedError) if failed else contextlib.nullcontext():
             self.manager.resume(**named)
 
-    @rule(sure=st.sampled_from((False, False, True)))
-    def close(self, sure: bool) -> None:
-        if not sure:
-            return
+    def close(self) -> None:
         self.manager.close()
         for name in list(self.model.variants):
             self.model.drop_variant(name)
         self.model.suspended.clear()
+        self.model.failed.clear()
         self.model.evicted, self.model.closed = 0, True
         assert all(held.lease.stale for held in self.leases if held.of_graph)
 
     # Weights and modes
 
-    @rule(name=st.sampled_from(("weight", "bias")), value=st.integers(-3, 3))
     def update_in_place(self, name: str, value: int) -> None:
         with torch.no_grad():
             getattr(self.layer, name).add_(value)
         weights = self.model.weights
         weights.values[weights.bound[name]].add_(value)
 
-    @rule(
-        name=st.sampled_from(("weight", "bias")),
-        how=st.sampled_from(("setattr", "data", "load")),
-        value=st.integers(-3, 3),
-    )
     def replace(self, name: str, how: str, value: int) -> None:
         layer, weights = self.layer, self.model.weights
         old = getattr(layer, name)
@@ -501,7 +525,6 @@ class ManagerMachine(RuleBasedStateMachine):
                 weights.renew(key, weights.values[weights.bound[key]])
         weights.renew(name, fresh.cpu())
 
-    @rule()
     def put_back(self) -> None:
         """The weights that were there before are there again, in their own memory."""
         if not self.undo:
@@ -511,31 +534,16 @@ class ManagerMachine(RuleBasedStateMachine):
         self.model.weights.bound = bound
         self.manager.invalidate()
 
-    @rule(plan=exact_plans)
-    def stale_weights_are_named(self, plan: Plan) -> None:
-        found = self.model.resolve(plan.sizes, plan.variant, plan.mode, plan.autocast)
-        if found.reason != "stale weights" or self.model.options["on_stale"] != "error":
-            return
-        with pytest.raises(StaleWeights) as caught:
-            self.manager(**plan.inputs(self.device), variant=plan.variant)
-        then, now = self.model.variants[plan.variant].conditions.bound, self.model.weights.bound
-        changed = {f"Layer.{name}" for name in now if now[name] != then[name]}
-        assert changed <= set(caught.value.names)
-        assert not {f"Layer.{name}" for name in now} - changed & set(caught.value.names)
-
-    @rule(adapter=st.integers(1, 3))
     def set_adapter(self, adapter: int) -> None:
         """Python's values are those of the capture: what another variant is for."""
         self.layer.adapter = self.model.adapter = adapter
 
-    @rule(training=st.booleans())
     def set_training(self, training: bool) -> None:
         self.layer.train(training)
         self.model.training = training
 
     # What must hold
 
-    @rule()
     def poison(self) -> None:
         self.manager.poison()
 
@@ -620,18 +628,18 @@ class ManagerMachine(RuleBasedStateMachine):
         return torch.get_rng_state() if self.device == "cpu" else torch.cuda.get_rng_state()
 
     @contextlib.contextmanager
-    def raises(self, found: Outcome) -> Iterator[list[Exception]]:
-        """Expects the outcome's error, if it has one."""
+    def raises(self, found: Outcome, plan: Plan) -> Iterator[list[Exception]]:
+        """Expects the outcome's error, if it has one; gives it."""
         caught: list[Exception] = []
-        try:
+        if found.error is None:
             yield caught
-        except Exception as error:
-            if found.error is None or type(error) is not found.error:
-                raise
-            caught.append(error)
-            if isinstance(error, CaptureFailedError):
-                assert error.bucket == found.bucket
-            if isinstance(error, MissError):
-                assert error.reason.partition(":")[0] == found.reason
-        else:
-            assert found.error is None, f"expected {found.error}"
+            return
+        with pytest.raises(found.error) as info:
+            yield caught
+        error: Any = info.value
+        caught.append(error)
+        if found.error is MissError:
+            assert error.reason.partition(":")[0] == found.reason
+        if found.error is StaleWeights:
+            then, now = self.model.variants[plan.variant].conditions.bound, self.model.weights.bound
+            assert set(error.names) == {f"Layer.{name}" for name in now if now[name] != then[name]}

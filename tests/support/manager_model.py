@@ -1,7 +1,7 @@
 """The plain model beside a `CaptureManager`: what is captured, and what each call gets.
 
-All numbers are integers in float64, so results agree to the bit. One output is the sum of an input's rows and padding, so
-it tells which bucket served a call; another is random, so it tells how often the generator was used.
+All numbers are integers in float64, so results agree to the bit. One output is the sum of an input's rows and padding,
+so it tells which bucket served a call; another is random, so it tells how often the generator was used.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 from mmgraph.capture import (
     Bucket,
     BucketGrid,
-    CaptureFailedError,
     MissError,
     StaleWeights,
     constant,
@@ -129,9 +128,9 @@ plans = st.builds(
     st.lists(st.integers(0, 5), max_size=5).map(tuple),
     st.integers(0, 3),
     st.integers(0, 2**20),
-    st.sampled_from((1, 1, 1, 1, 2)),
-    st.sampled_from((None, None, None, "b")),
-    st.sampled_from((False,) * 7 + (True,)),
+    st.sampled_from((1,) * 9 + (2,)),
+    st.sampled_from((None, None, None, None, None, "b")),
+    st.sampled_from((False,) * 9 + (True,)),
 )
 exact_plans = st.builds(
     lambda bucket, seed, variant: Plan(
@@ -204,6 +203,7 @@ class Model:
         self.variants: dict[Hashable, Variant] = {}
         self.suspended: dict[Hashable, tuple[int, tuple[Bucket, ...]]] = {}
         self.used: list[tuple[Hashable, Bucket]] = []  # the one used least recently first
+        self.failed: set[tuple[Hashable, Bucket]] = set()  # not captured on demand any more
         self.weights = Weights()
         self.adapter, self.training = 1, True
         self.failure: tuple[str, int] | None = None
@@ -233,21 +233,24 @@ class Model:
             return Outcome(reason="beyond the grid")
         holding = [bucket for bucket in state.graphs if bucket.holds(sizes)]
         if not holding:
-            return Outcome(GRID.choose(sizes), reason="not captured")
+            bucket = GRID.choose(sizes)
+            failed = "capture failed" if (variant, bucket) in self.failed else "not captured"
+            return Outcome(bucket, reason=self.why_not_now(variant, autocast) or failed)
         bucket = min(holding, key=lambda b: (b["tokens"], b["batch"]))
         if self.options["policy"] == "exact":
             if Bucket(sizes) not in holding:
                 return Outcome(reason="not exact")
             bucket = Bucket(sizes)
-        now = self.now(autocast)
-        for name, reason in (
-            ("autocast", "autocast differs"),
-            ("training", "training mode differs"),
-            ("bound", "stale weights"),
-        ):
-            if getattr(state.conditions, name) != getattr(now, name):
-                return Outcome(bucket, reason=reason)
-        return Outcome(bucket, state.graphs[bucket])
+        reason = self.why_not_now(variant, autocast)
+        return Outcome(bucket, reason=reason) if reason else Outcome(bucket, state.graphs[bucket])
+
+    def why_not_now(self, variant: Hashable, autocast: bool) -> str:
+        then, now = self.variants[variant].conditions, self.now(autocast)
+        if then.autocast != now.autocast:
+            return "autocast differs"
+        if then.training != now.training and variant is None:  # another variant may be just that mode
+            return "training mode differs"
+        return "stale weights" if then.bound != now.bound else ""
 
     def serve(self, plan: Plan) -> Outcome:
         """A call's outcome, once what it captures is captured."""
@@ -258,21 +261,17 @@ class Model:
         stale = found.reason == "stale weights"
         if stale and options["on_stale"] == "error":
             return Outcome(error=StaleWeights)
-        wanted: list[Bucket | None] = []
+        wanted: set[Bucket] = set()
+        fits = found.bucket or GRID.choose(plan.sizes)
+        on_demand = options["on_miss"] == "capture" and not self.closed and fits is not None
         if stale and options["on_stale"] == "recapture":
-            wanted = sorted(self.variants[plan.variant].graphs, key=lambda b: tuple(b.values()), reverse=True)
-        elif (
-            options["on_miss"] == "capture"
-            and not self.closed
-            and found.reason in ("not captured", "not precompiled")
-        ):
-            wanted = [GRID.choose(plan.sizes)]
-        for number, bucket in enumerate(wanted):
-            if bucket is not None:
-                failed = self.capture(plan, (bucket,), replace=stale and number == 0)
-                if failed is not None:
-                    return Outcome(failed, error=CaptureFailedError)
-        if any(wanted):
+            wanted = {*self.variants[plan.variant].graphs, *([fits] if on_demand else [])}
+        elif on_demand and found.reason in ("not captured", "not precompiled"):
+            wanted = {fits}
+        for number, bucket in enumerate(sorted(wanted, key=lambda b: tuple(b.values()), reverse=True)):
+            if self.capture(plan, (bucket,), replace=stale and number == 0) is not None:
+                self.failed.add((plan.variant, bucket))
+        if wanted:
             found = self.resolve(plan.sizes, plan.variant, plan.mode, plan.autocast)
             if found.graph is not None:
                 return self.counted(found, plan)
@@ -323,14 +322,13 @@ class Model:
     def capture(self, plan: Plan, buckets: tuple[Bucket, ...], *, replace: bool) -> Bucket | None:
         """Captures as long as it goes well; the bucket that fails."""
         now = self.now(plan.autocast)
-        if replace and plan.variant in self.variants:
-            self.drop_variant(plan.variant)
+        if replace:
+            self.failed = {key for key in self.failed if key[0] != plan.variant}
+            if plan.variant in self.variants:
+                self.drop_variant(plan.variant)
         self.suspended.pop(plan.variant, None)
         state = self.variants.setdefault(plan.variant, Variant(plan.mode, now))
-        if state.conditions != now:  # its graphs would go on under what is no longer so
-            for bucket in list(state.graphs):
-                self.drop(plan.variant, bucket)
-            state.conditions = now
+        state.conditions = now  # as they were where there are graphs already
         for bucket in sorted(buckets, key=lambda b: tuple(b.values()), reverse=True):
             failing = self.failing(bucket["tokens"])
             if failing in ("raise", "python"):
