@@ -36,6 +36,7 @@ from .manager import CaptureManager
 from .metrics import HistogramSnapshot, prometheus_collector
 from .policies import BucketPolicy, Candidate, Choice, cost_aware, exact, smallest
 from .report import BucketReport, CallExplanation, Report
+from .serving import Staged
 from .spec import Spec, bucket_size, constant, offsets, rows, static
 
 __all__ = [
@@ -66,6 +67,7 @@ __all__ = [
     "Report",
     "Spec",
     "SpecError",
+    "Staged",
     "StaleLeaseError",
     "StaleWeights",
     "VerificationError",

@@ -36,7 +36,7 @@ from .layout import check_leaf, layout_of_example, sizes_of_leaves
 from .metrics import ReplayTimer
 from .options import Options
 from .places import storage_key
-from .policies import BucketPolicy, Smallest, check_choice
+from .policies import BucketPolicy, Candidate, Smallest, check_choice
 from .progress import progress_bar
 from .spec import Constant, Rows, Signature
 from .store import GraphStore, Stored, Variant
@@ -107,6 +107,7 @@ class Core:
         self.suspended: dict[Hashable, tuple[list[Any], tuple[Bucket, ...]]] = {}
         self.store: GraphStore | None = None
         self.past = Past()
+        self.closed = False  # then nothing is captured on demand any more
         self.failed: dict[tuple[Hashable, Bucket], str] = {}  # what captures on demand have come to
         self.stale_names: tuple[str, ...] = ()  # of the last call that found any
         self.flat = flat_binder(signature)
@@ -331,19 +332,37 @@ class Core:
 
         A bucket that can't be captured isn't tried again, but run eagerly, until `precompile` or `close`.
         """
-        for number, bucket in enumerate(sorted(buckets, key=self.order, reverse=True)):
+        pending = tuple(buckets)
+        while pending:
             try:
-                try:
-                    self.capture(leaves, [bucket], name, replace=replace and number == 0)
-                except CaptureFailedError as error:
-                    if not isinstance(error.__cause__, MemoryBoundError) or self.store is None:
-                        raise
-                    # What it was to share a pool with stands in its way.
-                    self.store.drop([key for g in self.store.generations for key in g.graphs])
-                    self.capture(leaves, [bucket], name, replace=False)
+                self.capture(leaves, pending, name, replace=replace)
+                return
             except CaptureFailedError as error:
+                replace = False
+                bucket = error.bucket
+                others = [key for g in self.store.generations for key in g.graphs] if self.store else []
+                if isinstance(error.__cause__, MemoryBoundError) and others and len(pending) == 1:
+                    # What it was to share a pool with stands in its way.
+                    self.store.drop(others)  # type: ignore[union-attr]
+                    continue
+                if not isinstance(bucket, Bucket):
+                    raise
                 self.failed[name, bucket] = f"{error.__cause__ or error}"
                 logger.warning("%s; calls that need it run eagerly", error)
+                state = self.store.variants.get(name) if self.store is not None else None
+                done = state.graphs if state is not None else {}
+                pending = tuple(b for b in pending if b != bucket and b not in done)
+
+    def lacks(self, sizes: Mapping[str, int], name: Hashable) -> Bucket | None:
+        """The bucket to capture for a call of these sizes, if the policy would take it and it isn't there."""
+        bucket = self.grid.choose(sizes)
+        state = self.store.variants.get(name) if self.store is not None else None
+        if bucket is None or (name, bucket) in self.failed or (state is not None and bucket in state.graphs):
+            return None
+        alone = (Candidate(bucket, 0, None, None),)
+        in_order = self.bounded([sizes[n] for n in self.grid.names])
+        choice = self.policy.choose(dict(zip(self.grid.names, in_order, strict=True)), alone, alone)
+        return choice.bucket
 
     def order(self, bucket: Bucket) -> tuple[int, ...]:
         """How buckets are sorted."""
@@ -388,6 +407,7 @@ class Core:
         if self.store is None or state is None or bucket not in state.graphs:
             return False
         self.store.drop([state.graphs[bucket].graph.key])
+        self.store.prune()
         return True
 
     def poison(self) -> None:
@@ -397,6 +417,7 @@ class Core:
 
     def close(self) -> None:
         """Drops everything."""
+        self.closed = True
         self.suspended.clear()
         self.failed.clear()
         if self.store is not None:

@@ -103,6 +103,7 @@ class Past:
 
     real: Counter[str] = field(default_factory=Counter)
     padded: Counter[str] = field(default_factory=Counter)
+    evicted: int = 0
 
     def take(self, graph: BucketGraph) -> None:
         """Adds a graph that is about to go."""

@@ -55,7 +55,7 @@ class WeightGuard:
         seen: Sequence[torch.Tensor] = (),
         ignore: Sequence[torch.Tensor] = (),
         mode: Literal["always", "epoch"] = "epoch",
-        slice_size: int = 32,
+        slice_size: int = 16,
     ) -> None:
         if mode not in ("always", "epoch"):
             raise ValueError(f"mode must be 'always' or 'epoch', not {mode!r}")

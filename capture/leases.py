@@ -1,4 +1,4 @@
-"""Results without a copy: a lease on static output memory, which says so once it has been given away.
+"""Results without an allocation: a lease on static output memory, which says so once it has been given away.
 
 A lease is good until the next call that leases from the same memory. `get` raises from then on. A stream other than the
 one that the next lease is made on may still read: leaving the lease's `with` block, or `release`, marks where it ends.

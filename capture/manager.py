@@ -172,6 +172,7 @@ class CaptureManager:
         # The capture lock comes first, as everywhere, so that a function which calls another manager cannot
         # deadlock with it.
         with CAPTURE_LOCK, core.lock:
+            core.closed = False
             core.capture(leaves, chosen, variant, progress=progress)
         return self
 
@@ -192,7 +193,7 @@ class CaptureManager:
         return self._call(args, kwargs, variant, COPY)
 
     def lease(self, *args: Any, variant: Hashable = None, **kwargs: Any) -> Lease:
-        """As a call, but for the copy: results lie in memory that the next lease is given.
+        """As a call, but its results lie in memory that the next lease is given: nothing is allocated.
 
         On a miss the lease holds what the function returned, and never gets stale.
         """
@@ -272,7 +273,7 @@ class CaptureManager:
     ) -> int | None:
         """The bytes of static buffers and pool that these buckets' graphs would take, without capturing any.
 
-        The function runs twice at each size, in a pool of its own. Workspaces and executable graphs come on top.
+        The function runs three times at each size, in a pool of its own. Workspaces and executable graphs come on top.
 
         Args:
             example: as for `precompile`.
@@ -303,7 +304,7 @@ class CaptureManager:
             return self._core.evict(bucket, variant)
 
     def suspend(self) -> None:
-        """Gives back all memory of graphs, pools and buffers, until `resume`. Calls meanwhile miss.
+        """Gives back the memory of graphs, pools and buffers, until `resume`. Calls meanwhile miss.
 
         What `resume` needs for an example waits in host memory.
         """

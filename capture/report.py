@@ -125,7 +125,7 @@ def report_of(core: Core) -> Report:
         watched=sum(v.guard.num_watched for v in store.variants.values() if v.guard is not None)
         if store
         else 0,
-        evicted=store.evicted if store is not None else 0,
+        evicted=core.past.evicted,
         compilations=core.compiled.compilations if core.compiled is not None else 0,
         generations=len(generations),
         static_bytes=sum(g.static_bytes for g in generations),

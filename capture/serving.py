@@ -39,6 +39,9 @@ class Into:
 
 Want = str | Into
 
+# Misses that another graph may cure.
+_LACKING = ("not captured", "not precompiled", "not exact")
+
 
 class Server:
     """Serves the calls of one manager."""
@@ -112,7 +115,10 @@ class Server:
             wanted = self._to_capture(found, variant)
         if wanted:
             with CAPTURE_LOCK, core.lock:
+                core.invalidate()  # a capture's guard starts anew: what isn't noticed before it never is
                 found = core.resolve(leaves, variant)  # another thread may have been here meanwhile
+                if found.kind == "stale weights" and options.on_stale == "error":
+                    raise core.stale_error()
                 wanted = self._to_capture(found, variant) if found.stored is None else ()
                 if wanted:
                     core.capture_on_demand(leaves, wanted, variant, replace=found.kind == "stale weights")
@@ -125,7 +131,8 @@ class Server:
             core.calls += 1
             core.misses[found.kind] += 1
             inside = found.kind == "inside another capture"
-            if options.on_miss == "error" and not inside:
+            asked = found.kind == "stale weights" and options.on_stale == "eager"
+            if options.on_miss == "error" and not (inside or asked):
                 raise MissError(
                     f"no graph serves this call: {found.reason}; widen the grid or precompile what is missing, or "
                     "create the manager with on_miss='eager' to run the function",
@@ -142,14 +149,10 @@ class Server:
             state = core.store.variants[variant] if core.store is not None else None
             own = [found.bucket] if core.options.on_miss == "capture" and found.bucket is not None else []
             return tuple({*own, *(state.graphs if state is not None else ())})
-        if core.options.on_miss != "capture":
+        if core.options.on_miss != "capture" or core.closed or found.kind not in _LACKING:
             return ()
-        if found.kind == "not captured" and found.bucket is not None:
-            return (found.bucket,)
-        if found.kind == "not precompiled":
-            bucket = core.grid.choose(found.sizes)
-            return (bucket,) if bucket is not None else ()
-        return ()
+        bucket = core.lacks(found.sizes, variant)
+        return (bucket,) if bucket is not None else ()
 
     def _eagerly(self, leaves: list[Any], want: Want) -> Any:
         """Outside the lock: a function on its own needs none of the manager's storage."""

@@ -132,7 +132,6 @@ class GraphStore:
         self.variants: dict[Hashable, Variant] = {}
         self._replayers: dict[int, Replayer] = {}
         self.clock = 0
-        self.evicted = 0
 
     @property
     def nbytes(self) -> int:
@@ -167,7 +166,7 @@ class GraphStore:
         """
         stored = variant.graphs.get(graph.bucket)
         if stored is not None:
-            self._drop(stored.generation, [graph.key])
+            self._drop(stored.generation, [graph.key], release=stored.generation is not generation)
         generation.graphs[graph.key] = graph
         self.touch(graph, generation)
         replayer = self._replayers.get(id(generation))
@@ -179,7 +178,7 @@ class GraphStore:
             self._evict_for_bytes(0, generation)
             if self.nbytes > self.max_bytes:
                 taken = self.nbytes
-                self._drop(generation, [graph.key])
+                self._drop(generation, [graph.key], release=False)
                 if self.nbytes > self.max_bytes:
                     self._drop(generation, list(generation.graphs))
                 raise MemoryBoundError(
@@ -215,15 +214,15 @@ class GraphStore:
                 (graph for generation in self.generations for graph in generation.graphs.values()),
                 key=lambda graph: graph.clock,
             )
-            self.evicted += 1
-            self.drop([oldest.key])
+            self._past.evicted += 1
+            self.drop([oldest.key], keep=into)
 
-    def drop(self, keys: Sequence[GraphKey]) -> None:
-        """Drops graphs, and generations that have none left."""
+    def drop(self, keys: Sequence[GraphKey], *, keep: Generation | None = None) -> None:
+        """Drops graphs, and generations that have none left, but for the one that is about to get another."""
         for generation in list(self.generations):
             found = [key for key in keys if key in generation.graphs]
             if found:
-                self._drop(generation, found)
+                self._drop(generation, found, release=generation is not keep)
 
     def drop_variant(self, name: Hashable) -> None:
         """Drops all graphs of a variant, and what is known of it."""
@@ -236,7 +235,9 @@ class GraphStore:
             self._drop(generation, [key for key in generation.graphs if key.variant == name])
 
     def prune(self) -> None:
-        """Drops generations without a graph."""
+        """Drops generations without a graph, and variants, whose conditions hold for nothing any more."""
+        for name in [name for name, variant in self.variants.items() if not variant.graphs]:
+            self.drop_variant(name)
         for generation in [g for g in self.generations if not g.graphs]:
             self._drop(generation, [])
 
@@ -251,7 +252,7 @@ class GraphStore:
         for generation in self.generations:
             generation.settle()
 
-    def _drop(self, generation: Generation, keys: Sequence[GraphKey]) -> None:
+    def _drop(self, generation: Generation, keys: Sequence[GraphKey], *, release: bool = True) -> None:
         for key in keys:
             if key in generation.graphs:
                 self._past.take(generation.graphs[key])
@@ -262,7 +263,7 @@ class GraphStore:
                 if variant.graphs[key.bucket].generation is generation:
                     del variant.graphs[key.bucket]
                 variant.changed()
-        if not generation.graphs and generation in self.generations:
+        if release and not generation.graphs and generation in self.generations:
             self.generations.remove(generation)
             self._replayers.pop(id(generation), None)
             generation.release()
@@ -273,7 +274,7 @@ class GraphStore:
             if not others:
                 return
             oldest = min(others, key=lambda g: g.clock)
-            self.evicted += len(oldest.graphs)
+            self._past.evicted += len(oldest.graphs)
             self._drop(oldest, list(oldest.graphs))
 
 

@@ -1,10 +1,10 @@
-"""Invariant: whatever is done to a manager of CUDA graphs in whatever order, it gives what its plain model gives."""
+"""Invariant: whatever is done to a manager of CUDA graphs, in whatever order, it gives what its plain model gives."""
 
 import pytest
 from hypothesis import settings
 from manager_machine import ManagerMachine
 
-pytestmark = pytest.mark.cuda
+pytestmark = [pytest.mark.cuda, pytest.mark.timeout(600)]  # a failure is made small for up to five minutes
 
 
 class OnCuda(ManagerMachine):
@@ -12,4 +12,4 @@ class OnCuda(ManagerMachine):
 
 
 TestManagerMachine = OnCuda.TestCase
-TestManagerMachine.settings = settings(max_examples=15, stateful_step_count=25)
+TestManagerMachine.settings = settings(max_examples=15, stateful_step_count=20)

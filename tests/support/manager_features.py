@@ -317,6 +317,35 @@ def replaced_weights_raise_or_run_eagerly_or_are_captured_again(device: Device) 
 
 
 @check
+def a_capture_on_demand_notices_what_was_replaced_unseen(device: Device) -> None:
+    class Wide(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.many = torch.nn.ParameterList(torch.nn.Parameter(torch.ones(1)) for _ in range(100))
+            self.weight = torch.nn.Parameter(torch.ones(2))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * self.weight
+
+    module = Wide().to(device).requires_grad_(False)
+    manager = CaptureManager(
+        module,
+        inputs={"x": rows("n")},
+        outputs=rows("n"),
+        buckets=BucketGrid(n=(4, 8)),
+        on_miss="capture",
+    )
+    manager(x=ramp(3, device))
+    old = module.weight.data
+    module.weight.data = torch.full((2,), 5.0, device=device)  # the rotation comes to it later
+    with pytest.raises(StaleWeights, match="weight"):
+        manager(x=ramp(7, device))
+    module.weight.data = old
+    assert torch.equal(manager(x=ramp(7, device)), ramp(7, device))
+    assert manager.report().hits == 2
+
+
+@check
 def another_training_mode_is_a_miss(device: Device) -> None:
     module = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Dropout(0.5)).to(device).eval()
     manager = CaptureManager(module, inputs={"input": rows("n")}, outputs=rows("n"), buckets=BucketGrid(n=(4,)))

@@ -286,7 +286,7 @@ class ManagerMachine(RuleBasedStateMachine):
                     else:
                         counts["done"] += 1
                         results.append((plan, result))
-            except BaseException as error:  # noqa: BLE001: told by the test
+            except BaseException as error:
                 errors.append(error)
 
         def meddle() -> None:
@@ -345,6 +345,10 @@ class ManagerMachine(RuleBasedStateMachine):
                 clocks[name, bucket] = each.graph.clock
             for bucket in set(known.graphs) - set(state.graphs):
                 del known.graphs[bucket]
+        for name in model.variants.keys() - dict(stored).keys():
+            for bucket in list(model.variants[name].graphs):
+                del model.variants[name].graphs[bucket]
+        model.prune()
         model.used = sorted(clocks, key=lambda key: clocks[key])
 
     def wrong_call(self, plan: Plan, wrong: str) -> None:
@@ -458,6 +462,7 @@ class ManagerMachine(RuleBasedStateMachine):
         there = state is not None and bucket in state.graphs
         if there:
             self.model.drop(variant, bucket)
+            self.model.prune()
         assert self.manager.evict(bucket, variant=variant) is there
 
     def suspend(self) -> None:
@@ -486,7 +491,7 @@ class ManagerMachine(RuleBasedStateMachine):
             self.model.drop_variant(name)
         self.model.suspended.clear()
         self.model.failed.clear()
-        self.model.evicted, self.model.closed = 0, True
+        self.model.closed = True
         assert all(held.lease.stale for held in self.leases if held.of_graph)
 
     # Weights and modes

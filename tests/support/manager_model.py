@@ -266,8 +266,11 @@ class Model:
         on_demand = options["on_miss"] == "capture" and not self.closed and fits is not None
         if stale and options["on_stale"] == "recapture":
             wanted = {*self.variants[plan.variant].graphs, *([fits] if on_demand else [])}
-        elif on_demand and found.reason in ("not captured", "not precompiled"):
-            wanted = {fits}
+        elif on_demand and found.reason in ("not captured", "not precompiled", "not exact"):
+            there = plan.variant in self.variants and fits in self.variants[plan.variant].graphs
+            taken = options["policy"] != "exact" or Bucket(plan.sizes) == fits
+            if taken and not there and (plan.variant, fits) not in self.failed:
+                wanted = {fits}
         for number, bucket in enumerate(sorted(wanted, key=lambda b: tuple(b.values()), reverse=True)):
             if self.capture(plan, (bucket,), replace=stale and number == 0) is not None:
                 self.failed.add((plan.variant, bucket))
@@ -277,7 +280,8 @@ class Model:
                 return self.counted(found, plan)
         self.calls += 1
         self.misses[found.reason] += 1
-        if options["on_miss"] == "error":
+        asked = found.reason == "stale weights" and options["on_stale"] == "eager"
+        if options["on_miss"] == "error" and not asked:
             return Outcome(reason=found.reason, error=MissError)
         return self.ran(found, plan.tokens)
 
@@ -319,8 +323,19 @@ class Model:
             self.drop(variant, bucket)
         del self.variants[variant]
 
+    def prune(self) -> None:
+        """Forgets variants without a graph."""
+        for variant in [name for name, state in self.variants.items() if not state.graphs]:
+            del self.variants[variant]
+
     def capture(self, plan: Plan, buckets: tuple[Bucket, ...], *, replace: bool) -> Bucket | None:
         """Captures as long as it goes well; the bucket that fails."""
+        failed = self.captured(plan, buckets, replace=replace)
+        self.prune()
+        return failed
+
+    def captured(self, plan: Plan, buckets: tuple[Bucket, ...], *, replace: bool) -> Bucket | None:
+        """Captures as long as it goes well, and forgets nothing."""
         now = self.now(plan.autocast)
         if replace:
             self.failed = {key for key in self.failed if key[0] != plan.variant}
