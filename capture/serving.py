@@ -6,6 +6,7 @@ capture goes the slow way, which finds the same answers with their reasons.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -47,12 +48,13 @@ class Server:
     """Serves the calls of one manager."""
 
     def __init__(self, core: Core) -> None:
-        self._core = core
+        self.core = core
         self._plain = not core.options.nvtx
+        self._names = set(core.grid.names)
 
     def call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], variant: Hashable, want: Want) -> Any:
         """One call; see `CaptureManager`."""
-        core = self._core
+        core = self.core
         leaves = core.bind(args, kwargs)
         with core.lock:
             state = core.store.variants.get(variant) if core.store is not None else None
@@ -63,14 +65,14 @@ class Server:
                     if stored is not None:
                         if want is COPY and self._plain and stored.replayer.is_current():
                             return self._copied(stored, leaves, *read)
-                        return self._replay(stored, leaves, read[0], want)
+                        return self._replay(stored, leaves, read[0], want, read[1])
         return self._slowly(leaves, variant, want)
 
     def _copied(
         self, stored: Stored, leaves: Sequence[Any], sizes: list[int], sources: Sequence[Source | None]
     ) -> Any:
         """What `_replay` does, for copies alone."""
-        core, replayer, graph = self._core, stored.replayer, stored.graph
+        core, replayer, graph = self.core, stored.replayer, stored.graph
         results = replayer.results(sizes)
         replayer.run(graph, leaves, sources, sizes, results)
         core.calls += 1
@@ -85,9 +87,9 @@ class Server:
             MissError: no graph holds them.
             BucketError: sizes are missing, unknown or negative.
         """
-        core = self._core
+        core = self.core
         state = core.store.variants.get(variant) if core.store is not None else None
-        if core.grid.names and sizes.keys() != set(core.grid.names):
+        if sizes.keys() != self._names:
             raise BucketError(f"stage takes a size for each of {list(core.grid.names)}, got {dict(sizes)}")
         found = core.resolve_sizes(state, dict(sizes), variant)
         if found.stored is None:
@@ -105,7 +107,7 @@ class Server:
         return self._replay(stored, None, sizes, want)
 
     def _slowly(self, leaves: list[Any], variant: Hashable, want: Want) -> Any:
-        core, options = self._core, self._core.options
+        core, options = self.core, self.core.options
         with core.lock:
             found = core.resolve(leaves, variant)
             if found.stored is not None:
@@ -144,7 +146,7 @@ class Server:
 
     def _to_capture(self, found: Resolution, variant: Hashable) -> tuple[Bucket, ...]:
         """The buckets to capture before this call can be served."""
-        core = self._core
+        core = self.core
         if found.kind == "stale weights" and core.options.on_stale == "recapture":
             state = core.store.variants[variant] if core.store is not None else None
             own = [found.bucket] if core.options.on_miss == "capture" and found.bucket is not None else []
@@ -156,7 +158,7 @@ class Server:
 
     def _eagerly(self, leaves: list[Any], want: Want) -> Any:
         """Outside the lock: a function on its own needs none of the manager's storage."""
-        core = self._core
+        core = self.core
         arguments = core.signature.arguments(leaves)
         with torch.no_grad():
             # Once graphs were captured nothing compiles any more, in whatever part of the function.
@@ -166,8 +168,15 @@ class Server:
                 return self._copied_into(result, want.out)
         return Lease(result, None, None) if want is LEASE else result
 
-    def _replay(self, stored: Stored, leaves: Sequence[Any] | None, sizes: list[int], want: Want) -> Any:
-        core, generation = self._core, stored.generation
+    def _replay(
+        self,
+        stored: Stored,
+        leaves: Sequence[Any] | None,
+        sizes: list[int],
+        want: Want,
+        sources: Sequence[Source | None] | None = None,
+    ) -> Any:
+        core, generation = self.core, stored.generation
         with _current(generation.device), self._range(stored):
             if want is COPY:
                 results = stored.replayer.results(sizes)
@@ -182,7 +191,7 @@ class Server:
             if leaves is None:
                 stored.replayer.run_staged(stored.graph, sizes, results)
             else:
-                stored.replayer.run(stored.graph, leaves, None, sizes, results)
+                stored.replayer.run(stored.graph, leaves, sources, sizes, results)
             if isinstance(want, Into):
                 results = _finished(results, odd)
             core.calls += 1
@@ -195,14 +204,14 @@ class Server:
         return value
 
     def _range(self, stored: Stored) -> AbstractContextManager[Any]:
-        if not self._core.options.nvtx:
+        if not self.core.options.nvtx:
             return nullcontext()
         sizes = ", ".join(f"{name}={size}" for name, size in stored.graph.bucket.items())
         return torch.profiler.record_function(f"mmgraph replay {sizes}")
 
     def _checked(self, stored: Stored, sizes: list[int], want: Want) -> list[torch.Tensor | None]:
         """The caller's tensors for the results."""
-        core = self._core
+        core = self.core
         if not isinstance(want, Into):
             raise CallError(f"results are copied, leased or written into tensors, got {want!r}")
         try:
@@ -228,13 +237,13 @@ class Server:
         return found
 
     def _copied_into(self, result: Any, out: Any) -> Any:
-        tree = self._core.signature.output_tree
+        tree = self.core.signature.output_tree
         try:
             pairs = zip(tree.flatten_up_to(result), tree.flatten_up_to(out), strict=True)
         except ValueError as error:
             raise CallError(f"out does not have the structure of the outputs: {error}") from None
         values = []
-        for path, (value, target) in zip(self._core.signature.output_paths, pairs, strict=True):
+        for path, (value, target) in zip(self.core.signature.output_paths, pairs, strict=True):
             if isinstance(value, torch.Tensor):
                 fits = isinstance(target, torch.Tensor) and not target.requires_grad
                 if not fits or target.shape != value.shape or target.dtype != value.dtype:
@@ -248,18 +257,21 @@ class Server:
 
 
 class Staged:
-    """Static inputs for one call of given sizes.
-
-    Attributes:
-        inputs: argument name to a pytree of views of the static inputs, cut to the call's sizes. What isn't a tensor is
-            the call's size, or None for a constant.
-    """
+    """Static inputs for one call of given sizes."""
 
     def __init__(self, server: Server, stored: Stored, sizes: list[int]) -> None:
         self._server, self.stored, self._sizes = server, stored, sizes
-        core, generation = server._core, stored.generation
         stored.replayer.enter()
-        named = dict(zip(core.grid.names, sizes, strict=True))
+
+    @functools.cached_property
+    def inputs(self) -> dict[str, Any]:
+        """Argument name to a pytree of views of the static inputs, cut to the call's sizes.
+
+        What isn't a tensor is the call's size, or None for a constant.
+        """
+        core, stored = self._server.core, self.stored
+        generation = stored.generation
+        named = dict(zip(core.grid.names, self._sizes, strict=True))
         leaves: list[Any] = []
         for leaf, layout, view in zip(
             core.signature.inputs, generation.layouts, stored.graph.inputs, strict=True
@@ -271,7 +283,7 @@ class Staged:
                 axis = leaf.spec.axis if isinstance(leaf.spec, Rows) else 0
                 view = view.narrow(axis, 0, layout.length(named))
             leaves.append(view)
-        self.inputs: dict[str, Any] = core.signature.arguments(leaves)
+        return core.signature.arguments(leaves)
 
     def replay(self) -> Any:
         """The results, as copies."""
