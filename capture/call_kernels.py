@@ -21,12 +21,13 @@ def fetch_kernel(
     count_ptr = count_at.to(tl.pointer_type(tl.int64))
     number = tl.load(count_ptr)
     lanes = tl.arange(0, LANES)
-    slot = slots_at.to(tl.pointer_type(tl.int64)) + (number % SLOTS) * WIDTH
+    slot = slots_at.to(tl.pointer_type(tl.int64)) + (number % SLOTS) * (WIDTH + 1)
     values = tl.load(slot + lanes, mask=lanes < WIDTH, volatile=True)
+    written = tl.load(slot + WIDTH, volatile=True)
     tl.store(record_at.to(tl.pointer_type(tl.int64)) + lanes, values, mask=lanes < WIDTH)
     tl.debug_barrier()
     tl.store(count_ptr, number + 1)
-    tl.store(read_at.to(tl.pointer_type(tl.int64)), number + 1)
+    tl.store(read_at.to(tl.pointer_type(tl.int64)), tl.where(written == number, number + 1, -1))
 
 
 @triton.jit

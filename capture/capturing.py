@@ -1,129 +1,26 @@
-"""How one bucket is captured.
-
-Example values, warm-up, checks of what the function returns, and the capture itself.
-"""
+"""How one bucket is captured."""
 
 from __future__ import annotations
 
-import contextlib
-import logging
-import threading
 import time
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Hashable
 
 import torch
 
 from .buckets import Bucket
 from .checking import prove_graph, verify_graph
 from .cuda import DeviceGraph
-from .errors import CaptureError, NotCapturableError, OutputError
-from .generation import Generation
 from .graph import BucketGraph, GraphKey, OutputPlan, Replayable, least_replay_seconds
-from .layout import LeafLayout, example_for_bucket, sizes_of_leaves
-from .memory import free_bytes, give_memory_back, rehearsal
-from .outputs import output_layout, refuse_tensors
+from .memory import free_bytes
 from .publishing import publish
 from .recorder import Recording
-from .spec import BucketSize, Constant, Offsets, Rows
-from .state import StateSnapshot
+from .warming import Warmer, without_autocast_cache
 
-__all__ = ["CaptureOptions", "Capturer", "autocast_state", "is_capturing"]
-
-logger = logging.getLogger(__name__)
-
-# Set while this thread warms up or captures: a manager that is called meanwhile runs its function, which so
-# becomes part of the outer graph.
-_CAPTURING = threading.local()
+__all__ = ["Capturer"]
 
 
-def autocast_state(device: torch.device) -> tuple[bool, torch.dtype | None]:
-    """Whether autocast is on for a device, and to which dtype."""
-    enabled = torch.is_autocast_enabled(device.type)
-    return enabled, torch.get_autocast_dtype(device.type) if enabled else None
-
-
-def is_capturing(on_cuda: bool) -> bool:
-    """Whether the caller is being warmed up or captured at this moment, by a manager or on its own."""
-    if getattr(_CAPTURING, "depth", 0):
-        return True
-    return on_cuda and torch._C._cuda_isCurrentStreamCapturing()
-
-
-@dataclass(frozen=True)
-class CaptureOptions:
-    """How a manager captures.
-
-    Attributes:
-        warmup: runs before each capture.
-        verify: compare each graph with the function.
-        prove_padding: prove of each graph that no padding reaches a real row.
-        ignore: names of Python values that the function may set.
-        admit: called right before a capture with the bytes that it is expected to add; it raises to prevent it.
-        rehearse: find out these bytes by a run in a pool of its own.
-    """
-
-    warmup: int = 2
-    verify: bool = False
-    prove_padding: bool = False
-    ignore: tuple[str, ...] = ()
-    admit: Callable[[int], None] | None = None
-    rehearse: bool = False
-
-
-class Capturer:
-    """Captures buckets of one function into a generation; made for one example, and dropped after it.
-
-    Args:
-        fn: what is run.
-        generation: where the graphs go.
-        options: how to capture.
-        example: one call's leaves.
-        mark: called for each static view with its sized axis, or None, before the function first sees it.
-    """
-
-    def __init__(
-        self,
-        fn: Callable[..., Any],
-        generation: Generation,
-        options: CaptureOptions,
-        example: Sequence[Any],
-        mark: Callable[[torch.Tensor, int | None], None] | None = None,
-    ) -> None:
-        self.device = generation.device
-        self.generation = generation
-        self.layouts = generation.layouts
-        self.options = options
-        self._fn = fn
-        self._mark = mark
-        self._signature = generation.signature
-        self._example = tuple(example)
-        self._snapshot: StateSnapshot | None = None
-        #: Positions of the inputs that the function writes: on a miss it gets copies, as on a hit.
-        self.written: set[int] = set()
-        #: Tensors from outside that operations of the watched runs read.
-        self.seen: list[torch.Tensor] = []
-
-    @contextlib.contextmanager
-    def state_preserved(self) -> Iterator[None]:
-        """Puts the user's state back before every run of the function and at the end, also after an error."""
-        constants = [
-            value
-            for leaf, value in zip(self._signature.inputs, self._example, strict=True)
-            if isinstance(leaf.spec, Constant)
-        ]
-        generation = self.generation
-        own = [*generation.inputs.storages, generation.record, generation.fills]
-        self._snapshot = StateSnapshot(self._fn, self.device, constants, own, ignore=self.options.ignore)
-        try:
-            yield
-        finally:
-            if self.device.type == "cuda":
-                torch.cuda.synchronize(self.device)
-            self.seen = self._snapshot.outside()
-            self._snapshot.restore(everything=True)
-            self._snapshot, self._example = None, ()
+class Capturer(Warmer):
+    """Captures buckets of one function into a generation."""
 
     def capture(self, bucket: Bucket, variant: Hashable = None) -> BucketGraph:
         """Warms up and captures one bucket.
@@ -137,35 +34,35 @@ class Capturer:
         """
         start = time.perf_counter()
         generation = self.generation
-        rows, values = self._example_at(bucket)
+        rows, values = self.views_and_values(bucket)
         views = tuple(row[0] if row is not None else None for row in rows)
-        begin = self._beginning(rows)
+        begin = self.beginning(rows)
         if generation.lane is not None:
             generation.lane.settle_workspaces()
-        with self._on_capture_stream(), torch.no_grad(), _without_autocast_cache():
+        with self.on_capture_stream(), torch.no_grad(), without_autocast_cache():
             numbers = generation.numbers(bucket)
             generation.set_record(numbers)
-            flat = self._watched_run(values, begin)
-            self._note_written(rows)
-            self._refuse_python_state(bucket)
-            self._prepare_outputs(flat, bucket)
-            eager_seconds = self._warm_up(values, begin, bucket)
+            flat = self.watched_run(values, begin)
+            self.note_written(rows)
+            self.refuse_python_state(bucket)
+            self.prepare_outputs(flat, bucket)
+            eager_seconds = self.warm_up(values, begin, bucket)
             outputs = generation.output_views(bucket) if not generation.on_cuda else ()
             plans = list(generation.output_plans or ())
 
             def work() -> None:
                 generation.open(bucket)
-                results = self._run(values)
+                results = self.run(values)
                 for position, (plan, result) in enumerate(zip(plans, results, strict=True)):
                     if plan.layout is None:
                         plans[position] = OutputPlan(None, result)
                 publish(generation, results, outputs)
 
             if self.options.admit is not None:
-                needed = self._rehearse(values, begin) if self.options.rehearse else 0
+                needed = self.rehearse_one(values, begin) if self.options.rehearse else 0
                 self.options.admit(max(0, needed - generation.pool_bytes) + generation.largest_executable)
             begin()
-            self._make_ready()
+            self.make_ready()
             free, grown = free_bytes(self.device), generation.pool_bytes
             graph = self._graph_of(work, [view for view in (*views, *outputs) if view is not None])
             grown = generation.pool_bytes - grown
@@ -188,159 +85,14 @@ class Capturer:
                     elements=sum(view.numel() for view in (*views, *outputs) if view is not None),
                 )
                 if self.options.verify:
-                    verify_graph(self, captured, lambda: self._run(values), begin)
+                    verify_graph(self, captured, lambda: self.run(values), begin)
                 if self.options.prove_padding:
-                    prove_graph(self, captured, lambda: self._run(values), self._restore)
+                    prove_graph(self, captured, lambda: self.run(values), self.restore)
             except BaseException:
-                self._settle()
+                self.settle()
                 graph.reset()
                 raise
         return captured
-
-    def example_at(self, sizes: Bucket, *, fits: bool) -> list[torch.Tensor | None]:
-        """The example's rows for each tensor leaf, repeated or cut to given sizes."""
-        grid = self._signature.grid
-        return [
-            None if layout is None else example_for_bucket(layout, given, sizes, grid.within, fits=fits)
-            for layout, given in zip(self.layouts, self._example, strict=True)
-        ]
-
-    def example_fits(self, bucket: Bucket) -> bool:
-        """Whether a bucket holds the whole example."""
-        return self._signature.grid.holds(bucket, sizes_of_leaves(self._signature.inputs, self._example))
-
-    def _restore(self) -> None:
-        if self._snapshot is None:
-            raise CaptureError("internal: a capture outside state_preserved")
-        self._snapshot.restore()
-
-    def _beginning(self, rows: Sequence[tuple[torch.Tensor, torch.Tensor] | None]) -> Callable[[], None]:
-        """What puts state and inputs to where every run begins."""
-
-        def begin() -> None:
-            self._restore()
-            for row in rows:
-                if row is not None:
-                    row[0].copy_(row[1])
-
-        return begin
-
-    def _watched_run(self, values: Sequence[Any], begin: Callable[[], None]) -> list[Any]:
-        """One run under watch, which torch.compile sits out."""
-        snapshot = self._snapshot
-        if snapshot is None:
-            raise CaptureError("internal: a capture outside state_preserved")
-        begin()
-        try:
-            with snapshot.watching():
-                return self._run(values)
-        except NotCapturableError:
-            raise
-        except Exception:
-            # Either the function fails, and does so again, or it can't be watched (torch.cond, flex_attention and
-            # others compile themselves, and refuse to under a watch).
-            begin()
-            with snapshot.watching(declared=False):
-                return self._run(values)
-
-    def _refuse_python_state(self, bucket: Bucket) -> None:
-        """Raises where the function sets a Python value at every run, which a replay doesn't."""
-        snapshot = self._snapshot
-        if snapshot is None:
-            raise CaptureError("internal: a capture outside state_preserved")
-
-        def again() -> None:
-            rows, values = self._example_at(bucket)
-            for row in rows:
-                if row is not None:
-                    row[0].copy_(row[1])
-            self._run(values)
-
-        snapshot.refuse_plain_changes(again)
-
-    def _warm_up(self, values: Sequence[Any], begin: Callable[[], None], bucket: Bucket) -> float:
-        """The runs that settle kernels; the least time of one."""
-        generation = self.generation
-        times = []
-        flat: list[Any] = []
-        for _ in range(self.options.warmup):
-            begin()
-            self._settle()
-            start = time.perf_counter()
-            flat = self._run(values)
-            self._settle()
-            times.append(time.perf_counter() - start)
-        self._check_outputs(flat, bucket)
-        if generation.ring is not None:
-            # The kernels of the graph's own nodes compile here, at the latest.
-            generation.ring.write(generation.numbers(bucket))
-            generation.open(bucket)
-            generation.ring.launched()
-            publish(generation, flat, ())
-            self._settle()
-        return min(times)
-
-    def rehearse(self, buckets: Sequence[Bucket]) -> int | None:
-        """The bytes that a pool would have after these buckets, largest first; 0 on a CPU, None where runs disagree.
-
-        The function runs in a pool of its own, which is dropped again: the allocator does there what it does in a
-        capture.
-        """
-        self._rehearse_all(buckets)  # what is made at first use stays
-        first, second = self._rehearse_all(buckets), self._rehearse_all(buckets)
-        return first if first == second else None
-
-    def _rehearse_all(self, buckets: Sequence[Bucket]) -> int:
-        self._make_ready()
-        with self._on_capture_stream(), torch.no_grad(), _without_autocast_cache():
-            prepared = [self._example_at(bucket) for bucket in buckets]
-            with rehearsal(self.device) as taken:
-                for rows, values in prepared:
-                    self._beginning(rows)()
-                    self._run(values)
-                return taken()
-
-    def _rehearse(self, values: Sequence[Any], begin: Callable[[], None]) -> int:
-        self._make_ready()
-        begin()
-        with rehearsal(self.device) as taken:
-            self._run(values)
-            return taken()
-
-    def _settle(self) -> None:
-        if self.generation.stream is not None:
-            self.generation.stream.synchronize()
-
-    def _example_at(self, bucket: Bucket) -> tuple[list[tuple[torch.Tensor, torch.Tensor] | None], list[Any]]:
-        """For each leaf its static view and the example's rows for it, or None; and the function's argument."""
-        examples = self.example_at(bucket, fits=self.example_fits(bucket))
-        views = self.generation.views(bucket)
-        rows: list[tuple[torch.Tensor, torch.Tensor] | None] = []
-        values: list[Any] = []
-        for leaf, layout, given, view, example in zip(
-            self._signature.inputs, self.layouts, self._example, views, examples, strict=True
-        ):
-            if layout is None or view is None or example is None:
-                rows.append(None)
-                values.append(bucket[leaf.spec.dim] if isinstance(leaf.spec, BucketSize) else given)
-                continue
-            if self._mark is not None:
-                self._mark(view, _sized_axis(layout))
-            rows.append((view, example))
-            values.append(view)
-        return rows, values
-
-    def _note_written(self, rows: Sequence[tuple[torch.Tensor, torch.Tensor] | None]) -> None:
-        """Finds the inputs that the function wrote, by comparing bits with what it was given."""
-        for position, row in enumerate(rows):
-            if row is not None and not _same_bits(*row):
-                self.written.add(position)
-
-    def _make_ready(self) -> None:
-        if self.generation.lane is not None:
-            self.generation.lane.settle_workspaces()
-            # What warm-up left in the allocator's cache may be needed for the graph's pool.
-            give_memory_back()
 
     def _graph_of(self, work: Callable[[], None], keep: list[torch.Tensor]) -> Replayable:
         generation = self.generation
@@ -348,82 +100,3 @@ class Capturer:
             own = [*keep, generation.record, generation.fills]
             return Recording(work, own, generation.outside)
         return DeviceGraph(work, generation.lane.stream, generation.pool)
-
-    @contextlib.contextmanager
-    def _on_capture_stream(self) -> Iterator[None]:
-        _CAPTURING.depth = getattr(_CAPTURING, "depth", 0) + 1
-        try:
-            with self._on_stream():
-                yield
-        finally:
-            _CAPTURING.depth -= 1
-
-    @contextlib.contextmanager
-    def _on_stream(self) -> Iterator[None]:
-        stream = self.generation.stream
-        if stream is None:
-            yield
-            return
-        torch.cuda.synchronize(self.device)
-        with torch.cuda.device(self.device), torch.cuda.stream(stream):
-            yield
-        torch.cuda.synchronize(self.device)
-
-    def _run(self, values: Sequence[Any]) -> list[Any]:
-        """The function's flat outputs."""
-        result = self._fn(**self._signature.arguments(values))
-        tree = self._signature.output_tree
-        try:
-            return tree.flatten_up_to(result)
-        except ValueError as error:
-            raise OutputError(
-                f"the function's output, a {type(result).__name__}, does not have the declared structure ({error}): "
-                "declare outputs with the structure that it returns"
-            ) from None
-
-    def _prepare_outputs(self, flat: Sequence[Any], bucket: Bucket) -> None:
-        """Says how outputs are handed out, once, from what the function returns for the first bucket."""
-        if self.generation.output_plans is not None:
-            return
-        layouts: list[LeafLayout | None] = []
-        for path, spec, value in zip(self._signature.output_paths, self._signature.outputs, flat, strict=True):
-            layouts.append(output_layout(path, spec, value, bucket, self.device))
-        self.generation.output_plans = tuple(OutputPlan(layout) for layout in layouts)
-
-    def _check_outputs(self, flat: Sequence[Any], bucket: Bucket) -> None:
-        paths, specs = self._signature.output_paths, self._signature.outputs
-        plans = self.generation.output_plans or ()
-        for plan, path, spec, value in zip(plans, paths, specs, flat, strict=True):
-            if plan.layout is None:
-                refuse_tensors(path, spec, value)
-                continue
-            expected = plan.layout.full_shape(bucket)
-            if (
-                not isinstance(value, torch.Tensor)
-                or tuple(value.shape) != expected
-                or value.dtype != plan.layout.dtype
-            ):
-                got = f"{value.dtype} {list(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
-                raise OutputError(f"{path} at {bucket} must be {plan.layout.dtype} {list(expected)}, got {got}")
-
-
-def _sized_axis(layout: LeafLayout) -> int | None:
-    if isinstance(layout.spec, Rows):
-        return layout.spec.axis
-    return 0 if isinstance(layout.spec, Offsets) else None
-
-
-def _same_bits(view: torch.Tensor, given: torch.Tensor) -> bool:
-    expected = given.resolve_conj().resolve_neg().expand(view.shape).contiguous()
-    return torch.equal(view.flatten().view(torch.uint8), expected.flatten().view(torch.uint8))
-
-
-@contextlib.contextmanager
-def _without_autocast_cache() -> Iterator[None]:
-    """Autocast keeps cast weights for reuse; those made inside a capture live in its pool and must not leak."""
-    enabled = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(False)
-    try:
-        yield
-    finally:
-        torch.set_autocast_cache_enabled(enabled)

@@ -192,9 +192,13 @@ class Generation:
         """The first nodes of a bucket's graph: the record, the inputs, the padding."""
         if self.ring is not None:
             self.ring.fetch()
-            staged = [view for view in self.views(bucket) if view is not None]
-            stage(self, [(view, self._inputs_at + NUMBERS * i) for i, view in enumerate(staged)])
+            self.stage(bucket)
         self.pad(bucket)
+
+    def stage(self, bucket: Bucket) -> None:
+        """Copies a call's inputs into the static ones at a bucket, as the record says, on a GPU."""
+        staged = [view for view in self.views(bucket) if view is not None]
+        stage(self, [(view, self._inputs_at + NUMBERS * i) for i, view in enumerate(staged)])
 
     def pad(self, bucket: Bucket) -> None:
         """Fills the padding of a bucket's static inputs, as the record says."""

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from .buckets import Bucket, BucketGrid
-from .core import Core, check_buckets
 from .cuda import CAPTURE_LOCK
 from .errors import CallError, SpecError
+from .filling import Filler, check_buckets
 from .leases import Lease
 from .options import Check, OnMiss, OnStale, Options, as_names
 from .policies import BucketPolicy, policy_of
@@ -125,7 +125,7 @@ class CaptureManager:
             nvtx,
             time_every,
         )
-        self._core = Core(fn, Signature(inputs, outputs, buckets), options, policy_of(policy), watch)
+        self._core = Filler(fn, Signature(inputs, outputs, buckets), options, policy_of(policy), watch)
         self._server = Server(self._core)
         # A replay cannot be traced into a compiled graph: torch.compile runs the call as it is.
         self._untraced = torch.compiler.disable(self._server.call)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils import _pytree as pytree
@@ -12,7 +13,10 @@ from .errors import OutputError
 from .layout import LeafLayout
 from .spec import Constant, Offsets, Rows, Spec, Static
 
-__all__ = ["output_layout", "refuse_tensors"]
+if TYPE_CHECKING:
+    from .generation import Generation
+
+__all__ = ["check_outputs", "output_layout", "refuse_tensors"]
 
 
 def output_layout(
@@ -58,3 +62,21 @@ def refuse_tensors(path: str, spec: Spec | None, value: Any) -> None:
             f"{path} is declared constant but is a tensor or holds one: declare rows or static, so that it is "
             "copied out"
         )
+
+
+def check_outputs(generation: Generation, flat: Sequence[Any], bucket: Bucket) -> None:
+    """Raises OutputError where a run's outputs at a bucket aren't those of the runs before."""
+    paths, specs = generation.signature.output_paths, generation.signature.outputs
+    plans = generation.output_plans or ()
+    for plan, path, spec, value in zip(plans, paths, specs, flat, strict=True):
+        if plan.layout is None:
+            refuse_tensors(path, spec, value)
+            continue
+        expected = plan.layout.full_shape(bucket)
+        if (
+            not isinstance(value, torch.Tensor)
+            or tuple(value.shape) != expected
+            or value.dtype != plan.layout.dtype
+        ):
+            got = f"{value.dtype} {list(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
+            raise OutputError(f"{path} at {bucket} must be {plan.layout.dtype} {list(expected)}, got {got}")

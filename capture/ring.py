@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 import torch
 
+from .errors import CaptureError
 from .launching import STAND_IN, variant_of
 
 __all__ = ["CallRing"]
@@ -32,20 +33,27 @@ class CallRing:
     def __init__(self, width: int, record: torch.Tensor) -> None:
         self._record = record
         self._width = width
-        self._slots = torch.zeros(_SLOTS, width, dtype=torch.int64, pin_memory=True)
+        # Behind a call's numbers stands which call it is, so that host and device can't get out of step unnoticed.
+        self._pitch = width + 1
+        self._slots = torch.zeros(_SLOTS, self._pitch, dtype=torch.int64, pin_memory=True)
         self._read = torch.zeros(1, dtype=torch.int64, pin_memory=True)
         with torch.inference_mode(False):
             self._count = torch.zeros(1, dtype=torch.int64, device=record.device)
         self._memory = memoryview(self._slots.numpy().data).cast("B")
         self._progress = self._read.numpy().data
-        self._pack = struct.Struct(f"{width}q").pack_into
+        self._pack = struct.Struct(f"{self._pitch}q").pack_into
         self._sent = 0
 
     def write(self, numbers: Sequence[int]) -> None:
-        """Writes the numbers that the next launch will read. Without a launch they are overwritten by the next ones."""
-        if self._sent - self._progress[0] > _SLOTS // 2:
+        """Writes the numbers that the next launch will read. Without a launch they are overwritten by the next ones.
+
+        Raises:
+            CaptureError: the device has read another call's numbers: a graph was replayed past the manager.
+        """
+        sent = self._sent
+        if not 0 <= sent - self._progress[0] <= _SLOTS // 2:
             self._wait()
-        self._pack(self._memory, self._sent % _SLOTS * self._width * 8, *numbers)
+        self._pack(self._memory, sent % _SLOTS * self._pitch * 8, *numbers, sent)
 
     def launched(self) -> None:
         """Says that a graph, or `fetch`, was launched after `write`."""
@@ -64,4 +72,11 @@ class CallRing:
 
     def _wait(self) -> None:
         while self._sent - self._progress[0] > _SLOTS // 4:
+            if self._progress[0] < 0:
+                break
             time.sleep(20e-6)
+        if not 0 <= self._progress[0] <= self._sent:
+            raise CaptureError(
+                "the device has read the numbers of another call than the one that was launched, so results since "
+                "then are wrong: some graph of this manager was replayed past it; call precompile(...) again"
+            )

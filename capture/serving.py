@@ -18,11 +18,12 @@ from torch.utils import _pytree as pytree
 from .buckets import Bucket
 from .calls import Source
 from .compiling import run_without_recompiling
-from .core import Core, Resolution
 from .cuda import CAPTURE_LOCK
 from .errors import BucketError, CallError, MissError
+from .filling import Filler
 from .leases import Lease
 from .replaying import sizes_in_order
+from .resolving import Resolution
 from .spec import BucketSize, Offsets, Rows
 from .store import Stored
 
@@ -47,7 +48,7 @@ _LACKING = ("not captured", "not precompiled", "not exact")
 class Server:
     """Serves the calls of one manager."""
 
-    def __init__(self, core: Core) -> None:
+    def __init__(self, core: Filler) -> None:
         self.core = core
         self._plain = not core.options.nvtx
         self._names = set(core.grid.names)

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from .core import Core
 from .errors import SpecError
+from .filling import Filler
 from .spec import BucketSize, Constant
 
 __all__ = ["ALL", "resume", "suspend"]
@@ -21,7 +21,7 @@ __all__ = ["ALL", "resume", "suspend"]
 ALL = object()
 
 
-def suspend(core: Core) -> None:
+def suspend(core: Filler) -> None:
     """Drops all graphs, pools and buffers; remembers which there were. The locks are held."""
     if core.store is None:
         return
@@ -45,7 +45,7 @@ def suspend(core: Core) -> None:
     core.store.clear()
 
 
-def resume(core: Core, progress: bool, variant: Hashable = ALL) -> None:
+def resume(core: Filler, progress: bool, variant: Hashable = ALL) -> None:
     """Captures a suspended variant's graphs again. The locks are held."""
     names = list(core.suspended)
     if variant is ALL:

@@ -23,7 +23,7 @@ import mmgraph
 import mmgraph.capture
 import mmgraph.ops
 from mmgraph.capture import policies
-from mmgraph.capture.core import Core
+from mmgraph.capture.resolving import Resolver
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -172,7 +172,7 @@ def test_every_backend_is_listed() -> None:
 
 
 def test_every_kind_of_miss_is_listed() -> None:
-    source = inspect.getsource(Core) + inspect.getsource(policies)
+    source = inspect.getsource(Resolver) + inspect.getsource(policies)
     reasons = set(re.findall(r'(?:None, |or |else |return )f?"([a-z][a-z ]+)(?::|")', source))
     reasons -= {"eval", "none", "label", "no bucket holds the call"}  # words of messages; the last can't happen
     assert first_column("guide/capture.md", "## Misses") == reasons

@@ -6,7 +6,7 @@ import pytest
 import torch
 from manager_features import CHECKS, doubled, ramp
 
-from mmgraph.capture import BucketGrid, CaptureManager, rows
+from mmgraph.capture import BucketGrid, CaptureError, CaptureManager, rows
 from mmgraph.capture.ring import _SLOTS
 
 pytestmark = pytest.mark.cuda
@@ -32,6 +32,17 @@ def test_calls_may_run_ahead_of_the_device_by_more_than_the_ring_has_slots() -> 
     for index, result in kept:
         assert torch.equal(result["y"], xs[index] * 2)
         assert torch.equal(result["z"][0], xs[index] + 1)
+
+
+def test_a_graph_replayed_past_the_manager_is_noticed() -> None:
+    manager = doubled(DEVICE)
+    assert torch.equal(manager(x=ramp(3, DEVICE))["y"], ramp(3, DEVICE) * 2)
+    next(iter(manager._core.store.variants[None].graphs.values())).graph.graph.replay()
+    torch.cuda.synchronize()
+    with pytest.raises(CaptureError, match="past it"):
+        manager(x=ramp(3, DEVICE))
+    manager.precompile({"x": ramp(3, DEVICE)}, progress=False)
+    assert torch.equal(manager(x=ramp(3, DEVICE))["y"], ramp(3, DEVICE) * 2)
 
 
 def test_each_call_waits_for_the_one_before_on_another_stream() -> None:
