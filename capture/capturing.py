@@ -69,7 +69,7 @@ class Capturer(Warmer):
             executable = max(0, free - free_bytes(self.device) - grown)
             try:
                 replay_seconds = least_replay_seconds(
-                    lambda: generation.replay(graph, numbers), generation.stream, begin
+                    lambda: generation.replay(graph, numbers), self.current_stream(), begin
                 )
                 captured = BucketGraph(
                     key=GraphKey(variant, bucket),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import threading
 import weakref
@@ -15,7 +16,7 @@ import torch
 from .buckets import Bucket, BucketGrid
 from .calls import flat_binder, tree_builder
 from .compiling import CompiledFunction, refuse_own_graphs
-from .errors import CallError, CallGradientError, StaleWeights
+from .errors import CallError, CallGradientError, CaptureError, StaleWeights
 from .graph import Past
 from .layout import sizes_of_leaves
 from .metrics import ReplayTimer
@@ -34,7 +35,8 @@ _LIVE: weakref.WeakSet[Core] = weakref.WeakSet()
 def _close_all_at_exit() -> None:
     def close_all() -> None:
         for core in list(_LIVE):
-            core.close()
+            with contextlib.suppress(Exception):  # the others' turn, whatever state the device is in
+                core.close()
 
     atexit.register(close_all)
 
@@ -66,6 +68,8 @@ class Core:
         self.suspended: dict[Hashable, tuple[list[Any], tuple[Bucket, ...]]] = {}
         self.store: GraphStore | None = None
         self.past = Past()
+        self.busy = ""  # what this thread is in the midst of, and must not be disturbed at
+        self.staged: object = None
         self.closed = False  # then nothing is captured on demand any more
         self.failed: dict[tuple[Hashable, Bucket], str] = {}  # what captures on demand have come to
         self.stale_names: tuple[str, ...] = ()  # of the last call that found any
@@ -82,6 +86,13 @@ class Core:
     def grid(self) -> BucketGrid:
         """The grid of sizes."""
         return self.signature.grid
+
+    def refuse_busy(self, what: str) -> None:
+        """Raises CaptureError where this thread is in the midst of a capture or a stage."""
+        if self.busy:
+            raise CaptureError(
+                f"{what} can't be done within {self.busy} of the same manager: do it before or after"
+            )
 
     def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
         """The call's leaves."""
@@ -129,6 +140,7 @@ class Core:
 
     def evict(self, bucket: Bucket, name: Hashable) -> bool:
         """Drops one graph; whether there was one."""
+        self.refuse_busy("evict")
         state = self.store.variants.get(name) if self.store is not None else None
         if self.store is None or state is None or bucket not in state.graphs:
             return False
@@ -143,6 +155,7 @@ class Core:
 
     def close(self) -> None:
         """Drops everything."""
+        self.refuse_busy("close")
         self.closed = True
         self.suspended.clear()
         self.failed.clear()

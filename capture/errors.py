@@ -58,7 +58,15 @@ class MissError(CaptureError, RuntimeError):
 
 
 class MemoryBoundError(CaptureError, RuntimeError):
-    """A graph would take more memory than `max_bytes` leaves."""
+    """A graph would take more memory than `max_bytes` leaves.
+
+    Attributes:
+        fits_alone: whether there would be room for it if nothing else were captured.
+    """
+
+    def __init__(self, message: str, fits_alone: bool = False) -> None:
+        super().__init__(message)
+        self.fits_alone = fits_alone
 
 
 class StaleLeaseError(CaptureError, RuntimeError):

@@ -54,6 +54,7 @@ class Filler(Resolver):
         Raises:
             CaptureFailedError: a bucket could not be captured; those before it are kept and work.
         """
+        self.refuse_busy("a capture")
         device = self._device_of(leaves)
         layouts = tuple(
             layout_of_example(leaf, value, device)
@@ -94,6 +95,7 @@ class Filler(Resolver):
                 mark if self.compiled is not None else None,
             )
             done = 0
+            self.busy = "a capture"
             try:
                 with capturer.state_preserved(), progress_bar(progress, len(order)) as advance:
                     for bucket in order:
@@ -108,6 +110,7 @@ class Filler(Resolver):
                             ) from error
                         advance(bucket)
             finally:
+                self.busy = ""
                 self.written |= capturer.written
                 state.seen = seen | {storage_key(tensor): tensor for tensor in capturer.seen}
                 self._guard(state, name, generation)
@@ -129,7 +132,8 @@ class Filler(Resolver):
                 replace = False
                 bucket = error.bucket
                 others = [key for g in self.store.generations for key in g.graphs] if self.store else []
-                if isinstance(error.__cause__, MemoryBoundError) and others and len(pending) == 1:
+                bound = error.__cause__
+                if isinstance(bound, MemoryBoundError) and bound.fits_alone and others and len(pending) == 1:
                     # What it was to share a pool with stands in its way.
                     self.store.drop(others)  # type: ignore[union-attr]
                     continue
@@ -143,6 +147,7 @@ class Filler(Resolver):
 
     def predict(self, leaves: list[Any], buckets: Sequence[Bucket]) -> int | None:
         """Bytes of static buffers and pool for these buckets; the locks are held."""
+        self.refuse_busy("a prediction")
         device = self._device_of(leaves)
         layouts = tuple(
             layout_of_example(leaf, value, device)

@@ -9,14 +9,14 @@ Buffers never move and never grow: what doesn't fit becomes another generation, 
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from .buckets import Bucket
-from .copying import Copier
 from .cuda import DevicePool
 from .graph import BucketGraph, GraphKey, OutputPlan, Replayable
 from .lanes import Lane, give_back_lane, take_lane
@@ -74,15 +74,17 @@ class Generation:
             self.record = torch.zeros(width, dtype=torch.int64, device=device)
             self.fills = torch.zeros(max(1, len(self.layouts)), 2, dtype=torch.int64, device=device)
         self.lane: Lane | None = take_lane(device) if self.on_cuda else None
-        # Also where the generation is dropped without being released.
-        self._returned = weakref.finalize(self, give_back_lane, self.lane) if self.lane is not None else None
         self.pool = DevicePool() if self.on_cuda else None
-        self.copier = Copier(torch.device("cpu"), None, 0)
         self.ring = CallRing(width, self.record) if self.on_cuda else None
         self.no_inputs = [0] * (NUMBERS * staged)
         self.last_raw = -1  # the stream that `done` was last recorded on, if it is known
         self.done: torch.cuda.Event | None = torch.cuda.Event() if self.on_cuda else None
         self.set_fills(self.clean_fills())
+        self._let_go: Callable[[], object] | None = None
+        if self.lane is not None and self.done is not None:
+            # Also where the generation is dropped while replays are under way: what they read lives until they end.
+            kept = (self.inputs, self.record, self.fills, self.ring)
+            self._let_go = weakref.finalize(self, _let_go, self.lane, self.done, kept)
 
     @property
     def stream(self) -> torch.cuda.Stream | None:
@@ -163,7 +165,7 @@ class Generation:
 
     def set_fills(self, fills: Sequence[Pattern]) -> None:
         """Sets what the graphs put into padding."""
-        host = torch.tensor(list(fills) or [(0, 0)], dtype=torch.int64)
+        host = torch.tensor(list(fills) or [(0, 0)], dtype=torch.int64, device="cpu")
         self.fills.copy_(host)
 
     def pad_leaves(self, bucket: Bucket) -> list[PadLeaf]:
@@ -213,13 +215,18 @@ class Generation:
             self.set_record(numbers)
             graph.replay()
             return
-        ring.write(numbers)
-        graph.replay()
-        ring.launched()
+        try:
+            ring.write(numbers)
+            graph.replay()
+            ring.launched()
+        except BaseException:  # an interrupt between two of these
+            with contextlib.suppress(Exception):
+                ring.resync()
+            raise
 
     def set_record(self, numbers: Sequence[int]) -> None:
         """Writes a record without a graph, and waits for it."""
-        self.record.copy_(torch.tensor(numbers, dtype=torch.int64))
+        self.record.copy_(torch.tensor(numbers, dtype=torch.int64, device="cpu"))
 
     def publish_leaves(self, flat: Sequence[Any]) -> list[PublishLeaf]:
         """What the last node of a graph copies out: tensors that the function returned, in their order."""
@@ -275,7 +282,14 @@ class Generation:
         self.settle()
         self.drop()
         self.desk.close()
-        if self._returned is not None:
-            self._returned()
+        if self._let_go is not None:
+            self._let_go()
         self.lane = None
         self.pool = None
+
+
+def _let_go(lane: Lane, done: torch.cuda.Event, kept: tuple[object, ...]) -> None:
+    """Leaves a lane to others once the last replay on it has ended."""
+    with contextlib.suppress(Exception):  # of a device that has failed
+        done.synchronize()
+    give_back_lane(lane)

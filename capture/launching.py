@@ -1,15 +1,12 @@
-"""Triton kernels whose arguments are tuples of 64-bit integers, compiled beforehand and launched with little work.
+"""Triton kernels whose arguments are tuples of 64-bit integers, compiled beforehand.
 
-``kernel[grid](...)`` binds and inspects every argument again at each call. The kernels of this room are specialised
-on nothing but how many integers there are, so a variant is compiled once, from stand-ins, and its own launcher is
-then called with whatever values. Where that launcher isn't one of the known ones, on AMD's GPUs, and while a profiler
-asks to be told of launches, Triton's own way is taken.
+They stand in graphs, where nothing can be compiled. The kernels of this room are specialised on nothing but how many
+integers there are, so a variant is compiled once, from stand-ins, and then launched with whatever values.
 """
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -20,10 +17,6 @@ __all__ = ["STAND_IN", "Variant", "launch_constant", "variant_of"]
 
 #: Compiles to a 64-bit integer that nothing is known of: beyond 32 bits, and no multiple of 16.
 STAND_IN = 2**33 + 1
-
-# What a variant's launcher is called with before the kernel's arguments, in the releases of Triton that there are.
-_FIRST = ("gridX", "gridY", "gridZ", "stream", "function")
-_SECOND = ("kernel_metadata", "launch_metadata", "launch_enter_hook", "launch_exit_hook")
 
 _variants: dict[tuple[Any, ...], Variant] = {}
 
@@ -48,25 +41,16 @@ class Variant:
         num_warps: int,
     ) -> None:
         self._kernel, self._constants = kernel, constants
-        self._run: Callable[..., Any] | None = None
         self._variant: Any = None
         if device.type != "cuda":  # Triton's interpreter, which compiles nothing
             return
-        from triton import knobs
         from triton.runtime import driver
 
         self._index = torch.cuda.current_device() if device.index is None else device.index
-        self._stream_of, self._knobs = driver.active.get_current_stream, knobs
+        self._stream_of = driver.active.get_current_stream
         with torch.cuda.device(self._index):
-            variant = kernel.warmup(*stand_ins, *constants, grid=(1,), num_warps=num_warps)
-            run = variant.run  # loads it
-        self._variant = variant
-        self._function, self._metadata = (
-            getattr(variant, name, None) for name in ("function", "packed_metadata")
-        )
-        known = _names_of(run) in (_FIRST, _FIRST + _SECOND)
-        if known and torch.version.hip is None and self._function is not None and self._metadata is not None:
-            self._run = run
+            self._variant = kernel.warmup(*stand_ins, *constants, grid=(1,), num_warps=num_warps)
+            _ = self._variant.run  # loads it
 
     def launch(self, programs: int, *args: Any) -> None:
         """Enqueues the kernel on the current stream of its device.
@@ -78,28 +62,9 @@ class Variant:
         if self._variant is None:
             self._kernel[(programs,)](*args, *self._constants)
             return
-        index = self._index
-        if index != torch.cuda.current_device():
-            with torch.cuda.device(index):
-                self.launch(programs, *args)
-            return
-        stream = self._stream_of(index)
-        if self._run is None or _is_hooked(self._knobs):
+        with torch.cuda.device(self._index):
+            stream = self._stream_of(self._index)
             self._variant[(programs, 1, 1)](*args, *self._constants, stream=stream)
-            return
-        self._run(
-            programs,
-            1,
-            1,
-            stream,
-            self._function,
-            self._metadata,
-            None,
-            None,
-            None,
-            *args,
-            *self._constants,
-        )
 
 
 def variant_of(
@@ -154,20 +119,3 @@ def launch_constant(
 
 def _stand_ins(args: tuple[Any, ...]) -> tuple[Any, ...]:
     return tuple(_stand_ins(arg) if isinstance(arg, tuple) else STAND_IN for arg in args)
-
-
-def _names_of(run: Any) -> tuple[str, ...]:
-    """The names of a launcher's arguments before the kernel's; none where it doesn't say."""
-    try:
-        return tuple(name for name in inspect.signature(run).parameters if name != "args")
-    except (TypeError, ValueError):  # no function, or one written in C
-        return ()
-
-
-def _is_hooked(knobs: Any) -> bool:
-    """Whether a profiler wants to know of launches."""
-    runtime = knobs.runtime
-    enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
-    return (enter is not None and bool(getattr(enter, "calls", True))) or (
-        leave is not None and bool(getattr(leave, "calls", True))
-    )

@@ -102,7 +102,11 @@ class LeaseDesk:
         with self._lock:
             if self.holder is lease:
                 if self._read is not None:
-                    self._read.record(torch.cuda.current_stream(self._device))
+                    current = torch.cuda.current_stream(self._device)
+                    own = lease.reading_stream()
+                    if own is not None and own != current:  # it may have been read on both
+                        current.wait_stream(own)
+                    self._read.record(current)
                     self._marked = True
                 self.holder = None
 
@@ -123,6 +127,8 @@ class LeaseDesk:
                 fill_with_nan(memory)
 
     def close(self) -> None:
-        """Ends the lease that there is, for good."""
+        """Ends the lease that there is, for good, once what was told to read it has."""
         with self._lock:
+            if self._read is not None and self._marked:
+                self._read.synchronize()
             self.holder = None

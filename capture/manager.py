@@ -14,13 +14,13 @@ import torch
 
 from .buckets import Bucket, BucketGrid
 from .cuda import CAPTURE_LOCK
-from .errors import CallError, SpecError
+from .errors import CallError, CaptureError, SpecError
 from .filling import Filler, check_buckets
 from .leases import Lease
-from .options import Check, OnMiss, OnStale, Options, as_names
+from .options import Check, OnMiss, OnStale, Options, as_names, as_watched, hashable
 from .policies import BucketPolicy, policy_of
 from .report import CallExplanation, Report, report_of
-from .serving import COPY, LEASE, Into, Server, Staged, Want
+from .serving import COPY, LEASE, Into, Server, Staged, Want, in_stage
 from .signatures import check_parameters
 from .spec import Signature
 from .suspending import ALL, resume, suspend
@@ -125,7 +125,8 @@ class CaptureManager:
             nvtx,
             time_every,
         )
-        self._core = Filler(fn, Signature(inputs, outputs, buckets), options, policy_of(policy), watch)
+        signature = Signature(inputs, outputs, buckets)
+        self._core = Filler(fn, signature, options, policy_of(policy), as_watched(watch))
         self._server = Server(self._core)
         # A replay cannot be traced into a compiled graph: torch.compile runs the call as it is.
         self._untraced = torch.compiler.disable(self._server.call)
@@ -165,7 +166,9 @@ class CaptureManager:
         """
         if not isinstance(example, Mapping):
             raise CallError(f"example must map the declared names to one call's arguments, got {example!r}")
+        self._refuse_stage("precompile")
         core = self._core
+        hashable(variant)
         leaves = core.bind((), example)
         core.refuse(leaves)
         chosen = check_buckets(core.grid, buckets, core.options.max_graphs)
@@ -176,7 +179,7 @@ class CaptureManager:
             core.capture(leaves, chosen, variant, progress=progress)
         return self
 
-    def __call__(self, *args: Any, variant: Hashable = None, **kwargs: Any) -> Any:
+    def __call__(self, /, *args: Any, variant: Hashable = None, **kwargs: Any) -> Any:
         """The function's result for these arguments: from a graph where a bucket holds them, else run eagerly.
 
         Args:
@@ -192,7 +195,7 @@ class CaptureManager:
         """
         return self._call(args, kwargs, variant, COPY)
 
-    def lease(self, *args: Any, variant: Hashable = None, **kwargs: Any) -> Lease:
+    def lease(self, /, *args: Any, variant: Hashable = None, **kwargs: Any) -> Lease:
         """As a call, but its results lie in memory that the next lease is given: nothing is allocated.
 
         On a miss the lease holds what the function returned, and never gets stale.
@@ -200,7 +203,7 @@ class CaptureManager:
         lease: Lease = self._call(args, kwargs, variant, LEASE)
         return lease
 
-    def into(self, out: Any, *args: Any, variant: Hashable = None, **kwargs: Any) -> Any:
+    def into(self, out: Any, /, *args: Any, variant: Hashable = None, **kwargs: Any) -> Any:
         """As a call whose results are written into the caller's tensors.
 
         Args:
@@ -248,9 +251,10 @@ class CaptureManager:
             finally:
                 self._server.end_stage(staged)
 
-    def explain_call(self, *args: Any, variant: Hashable = None, **kwargs: Any) -> CallExplanation:
+    def explain_call(self, /, *args: Any, variant: Hashable = None, **kwargs: Any) -> CallExplanation:
         """Which bucket a call with these arguments would replay, or why it would run eagerly. Counts nothing."""
         core = self._core
+        hashable(variant)
         leaves = core.bind(args, kwargs)
         with core.lock:
             found = core.resolve(leaves, variant)
@@ -282,6 +286,9 @@ class CaptureManager:
         Returns:
             The bytes; None where they can't be told: two rehearsals took different memory.
         """
+        if not isinstance(example, Mapping):
+            raise CallError(f"example must map the declared names to one call's arguments, got {example!r}")
+        self._refuse_stage("predict_bytes")
         core = self._core
         leaves = core.bind((), example)
         core.refuse(leaves)
@@ -300,14 +307,16 @@ class CaptureManager:
         Returns:
             Whether there was one.
         """
+        hashable(variant)
         with self._core.lock:
-            return self._core.evict(bucket, variant)
+            return self._core.evict(Bucket(bucket), variant)
 
     def suspend(self) -> None:
         """Gives back the memory of graphs, pools and buffers, until `resume`. Calls meanwhile miss.
 
         What `resume` needs for an example waits in host memory.
         """
+        self._refuse_stage("suspend")
         with CAPTURE_LOCK, self._core.lock:
             suspend(self._core)
 
@@ -322,8 +331,20 @@ class CaptureManager:
             SpecError: nothing is suspended, or it isn't clear which variant.
             CaptureFailedError: as from `precompile`.
         """
+        self._refuse_stage("resume")
         with CAPTURE_LOCK, self._core.lock:
             resume(self._core, progress, variant)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise CaptureError(
+            "a CaptureManager holds graphs of this process and can't be copied or pickled: make another one around the "
+            "copied function, and keep it out of what is pickled"
+        )
+
+    def _refuse_stage(self, what: str) -> None:
+        # A capture waits for all others, and these may wait for the stage.
+        if in_stage():
+            raise CaptureError(f"{what} can't be called within a stage block: call it before or after")
 
     def poison(self) -> None:
         """Fills the memory of all graphs' intermediates with NaN: for tests, since no result may change by it.

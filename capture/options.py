@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from .errors import SpecError
+import torch
 
-__all__ = ["Check", "OnMiss", "OnStale", "Options"]
+from .errors import CallError, SpecError
+
+__all__ = ["Check", "OnMiss", "OnStale", "Options", "as_names", "as_watched", "hashable"]
 
 Check = Literal["epoch", "always"]
 OnMiss = Literal["eager", "error", "capture"]
@@ -56,6 +58,29 @@ def as_names(ignore: Collection[str]) -> tuple[str, ...]:
     if isinstance(ignore, str) or not all(isinstance(name, str) for name in ignore):
         raise SpecError(f"ignore must be names such as ('Counter.steps',), got {ignore!r}")
     return tuple(ignore)
+
+
+def as_watched(watch: Any) -> Mapping[str, object] | tuple[object, ...]:
+    """What to watch, kept apart from what the caller goes on to change; a lone module or tensor is one.
+
+    Raises:
+        SpecError: nothing that could be watched.
+    """
+    if isinstance(watch, (torch.nn.Module, torch.Tensor)):
+        return (watch,)
+    if isinstance(watch, Mapping):
+        return dict(watch)
+    if isinstance(watch, Iterable) and not isinstance(watch, (str, bytes)):
+        return tuple(watch)
+    raise SpecError(f"watch must be modules and tensors, or a mapping that names them, got {watch!r}")
+
+
+def hashable(variant: object) -> None:
+    """Raises CallError for a variant that can't be looked up."""
+    try:
+        hash(variant)
+    except TypeError:
+        raise CallError(f"variant must be hashable, such as a string, got {variant!r}") from None
 
 
 def _require_int(name: str, value: Any, least: int) -> None:

@@ -101,7 +101,7 @@ def fill_padding(leaves: Sequence[PadLeaf], counts: Tensor, fills: Tensor) -> No
 
 
 def _launch(leaves: Sequence[PadLeaf], counts: Tensor, fills: Tensor) -> None:
-    from .copy_kernels import fill_kernel
+    from .call_kernels import fill_kernel
 
     for start in range(0, len(leaves), _MOST):
         part = leaves[start : start + _MOST]

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from .calls import Source
-from .copying import Piece, pieces_of
+from .copying import Piece, copy_pieces, pieces_of
 from .generation import Generation
 from .graph import BucketGraph
 from .layout import LeafLayout
@@ -200,11 +200,11 @@ class Replayer:
         for index, base in enumerate(self._bases):
             src, inner, runs, src_pitch, dst_pitch = of_inputs[NUMBERS * index : NUMBERS * (index + 1)]
             pieces.append((src, base, inner, runs, src_pitch, dst_pitch))
-        self._generation.copier(pieces)
+        copy_pieces(pieces)
 
     def _cut(self, graph: BucketGraph, results: Sequence[Tensor | None]) -> None:
         """Copies the real rows out of the static outputs, on a CPU."""
-        with torch.no_grad():
+        with torch.inference_mode():  # which may write both to ordinary tensors and to inference tensors
             for plan, source, result in zip(graph.plans, graph.outputs, results, strict=True):
                 if plan.layout is None or source is None or result is None:
                     continue

@@ -6,6 +6,8 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from .buckets import Bucket
 from .constants import same_constant
 from .core import Core
@@ -59,6 +61,9 @@ class Resolver(Core):
     def resolve(self, leaves: Sequence[Any], name: Hashable) -> Resolution:
         """What a call gets. Raises where the arguments are wrong."""
         self.refuse_gradients(leaves)
+        if is_capturing(any(isinstance(leaf, torch.Tensor) and leaf.is_cuda for leaf in leaves)):
+            sizes = sizes_of_leaves(self.signature.inputs, leaves)
+            return Resolution(sizes, None, None, "inside another capture: the function becomes part of it")
         sizes = sizes_of_leaves(self.signature.inputs, leaves)
         state = self.store.variants.get(name) if self.store is not None else None
         if state is not None:
@@ -72,7 +77,9 @@ class Resolver(Core):
             known = list(self.store.variants) if self.store is not None else []
             if known:
                 return Resolution(sizes, None, None, f"not precompiled: variant {name!r}, only {known}")
-            return Resolution(sizes, None, None, "not precompiled")
+            bucket = self.grid.choose(sizes)
+            failed = self._failed(name, bucket) if bucket is not None else None
+            return Resolution(sizes, None, None, failed or "not precompiled")
         for position, value in state.constants.items():
             if not same_constant(value, leaves[position]):
                 path = self.signature.inputs[position].path
@@ -85,6 +92,8 @@ class Resolver(Core):
             if isinstance(size, bool) or not isinstance(size, int) or size < 0:
                 raise CallError(f"size {size_name!r} must be a Python int of zero or more, got {size!r}")
         self.check_divisible(sizes)
+        if name in self.suspended:
+            return Resolution(sizes, None, None, "suspended: resume() captures its graphs again")
         if state is None:
             return Resolution(sizes, None, None, f"not precompiled: variant {name!r}")
         for leaf in self.signature.inputs:

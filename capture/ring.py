@@ -35,8 +35,8 @@ class CallRing:
         self._width = width
         # Behind a call's numbers stands which call it is, so that host and device can't get out of step unnoticed.
         self._pitch = width + 1
-        self._slots = torch.zeros(_SLOTS, self._pitch, dtype=torch.int64, pin_memory=True)
-        self._read = torch.zeros(1, dtype=torch.int64, pin_memory=True)
+        self._slots = torch.zeros(_SLOTS, self._pitch, dtype=torch.int64, device="cpu", pin_memory=True)
+        self._read = torch.zeros(1, dtype=torch.int64, device="cpu", pin_memory=True)
         with torch.inference_mode(False):
             self._count = torch.zeros(1, dtype=torch.int64, device=record.device)
         self._memory = memoryview(self._slots.numpy().data).cast("B")
@@ -59,6 +59,12 @@ class CallRing:
         """Says that a graph, or `fetch`, was launched after `write`."""
         self._sent += 1
 
+    def resync(self) -> None:
+        """Counts as the device does, after a call that was broken off anywhere. Waits for the device."""
+        torch.cuda.synchronize(self._record.device)
+        self._sent = int(self._count.item())
+        self._read.fill_(self._sent)
+
     def fetch(self) -> None:
         """Enqueues the node that reads the next slot: the first one of every graph."""
         from .call_kernels import fetch_kernel
@@ -71,9 +77,9 @@ class CallRing:
         )
 
     def _wait(self) -> None:
+        stream = torch.cuda.current_stream(self._record.device)
         while self._sent - self._progress[0] > _SLOTS // 4:
-            if self._progress[0] < 0:
-                break
+            stream.query()  # raises where the device has failed and will read no more
             time.sleep(20e-6)
         if not 0 <= self._progress[0] <= self._sent:
             raise CaptureError(

@@ -7,6 +7,7 @@ capture goes the slow way, which finds the same answers with their reasons.
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -19,15 +20,15 @@ from .buckets import Bucket
 from .calls import Source
 from .compiling import run_without_recompiling
 from .cuda import CAPTURE_LOCK
-from .errors import BucketError, CallError, MissError
+from .errors import BucketError, CallError, CaptureError, MissError
 from .filling import Filler
 from .leases import Lease
 from .replaying import sizes_in_order
 from .resolving import Resolution
 from .spec import BucketSize, Offsets, Rows
-from .store import Stored
+from .store import Stored, Variant
 
-__all__ = ["COPY", "LEASE", "Into", "Server", "Staged", "Want"]
+__all__ = ["COPY", "LEASE", "Into", "Server", "Staged", "Want", "in_stage"]
 
 COPY, LEASE = "copy", "lease"
 
@@ -41,8 +42,16 @@ class Into:
 
 Want = str | Into
 
+# How many stages this thread is in, of any managers.
+_STAGES = threading.local()
+
 # Misses that another graph may cure.
 _LACKING = ("not captured", "not precompiled", "not exact")
+
+
+def in_stage() -> bool:
+    """Whether this thread is within a stage of some manager."""
+    return getattr(_STAGES, "depth", 0) > 0
 
 
 class Server:
@@ -58,7 +67,9 @@ class Server:
         core = self.core
         leaves = core.bind(args, kwargs)
         with core.lock:
-            state = core.store.variants.get(variant) if core.store is not None else None
+            if core.staged is not None:
+                core.refuse_busy("a call")
+            state = self._variant(variant)
             if state is not None:
                 read = state.reader.read(leaves)
                 if read is not None:
@@ -89,7 +100,8 @@ class Server:
             BucketError: sizes are missing, unknown or negative.
         """
         core = self.core
-        state = core.store.variants.get(variant) if core.store is not None else None
+        core.refuse_busy("stage")
+        state = self._variant(variant)
         if sizes.keys() != self._names:
             raise BucketError(f"stage takes a size for each of {list(core.grid.names)}, got {dict(sizes)}")
         found = core.resolve_sizes(state, dict(sizes), variant)
@@ -97,11 +109,24 @@ class Server:
             raise MissError(
                 f"no graph holds these sizes ({found.reason}), so there is nothing to write into", found.reason
             )
-        return Staged(self, found.stored, sizes_in_order(core.grid.names, sizes))
+        staged = Staged(self, found.stored, sizes_in_order(core.grid.names, sizes))
+        core.staged, core.busy = staged, "a stage"
+        _STAGES.depth = getattr(_STAGES, "depth", 0) + 1
+        return staged
+
+    def _variant(self, name: Hashable) -> Variant | None:
+        core = self.core
+        try:
+            return core.store.variants.get(name) if core.store is not None else None
+        except TypeError:
+            raise CallError(f"variant must be hashable, such as a string, got {name!r}") from None
 
     def end_stage(self, staged: Staged) -> None:
         """Marks what was written into the static inputs, for calls on other streams."""
-        staged.stored.replayer.leave(staged.stored.replayer.stream())
+        replayer = staged.stored.replayer
+        replayer.leave(replayer.enter())
+        self.core.staged, self.core.busy = None, ""
+        _STAGES.depth -= 1
 
     def replay_staged(self, stored: Stored, sizes: list[int], want: Want) -> Any:
         """Replays on what lies in the static inputs."""
@@ -148,11 +173,13 @@ class Server:
     def _to_capture(self, found: Resolution, variant: Hashable) -> tuple[Bucket, ...]:
         """The buckets to capture before this call can be served."""
         core = self.core
-        if found.kind == "stale weights" and core.options.on_stale == "recapture":
+        if found.kind == "stale weights" and core.options.on_stale == "recapture" and not in_stage():
             state = core.store.variants[variant] if core.store is not None else None
             own = [found.bucket] if core.options.on_miss == "capture" and found.bucket is not None else []
             return tuple({*own, *(state.graphs if state is not None else ())})
         if core.options.on_miss != "capture" or core.closed or found.kind not in _LACKING:
+            return ()
+        if in_stage():  # a capture waits for others, which may wait for the stage
             return ()
         bucket = core.lacks(found.sizes, variant)
         return (bucket,) if bucket is not None else ()
@@ -286,17 +313,28 @@ class Staged:
             leaves.append(view)
         return core.signature.arguments(leaves)
 
+    def _check(self) -> None:
+        if self._server.core.staged is not self:
+            raise CaptureError("this stage is over, and its inputs are another call's: replay within its block")
+
     def replay(self) -> Any:
-        """The results, as copies."""
+        """The results, as copies.
+
+        Raises:
+            CaptureError: the block has ended.
+        """
+        self._check()
         return self._server.replay_staged(self.stored, self._sizes, COPY)
 
     def lease(self) -> Lease:
         """The results, as a lease."""
+        self._check()
         lease: Lease = self._server.replay_staged(self.stored, self._sizes, LEASE)
         return lease
 
     def into(self, out: Any) -> Any:
         """The results, in the caller's tensors."""
+        self._check()
         return self._server.replay_staged(self.stored, self._sizes, Into(out))
 
 

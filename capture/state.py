@@ -61,6 +61,8 @@ class StateSnapshot:
         self._generators = [(generator, generator.get_state()) for generator in self._reach.generators]
         self._ignored = {storage_key(tensor) for tensor in inputs}
         self._outside: dict[int, torch.Tensor] = {}
+        #: Keys of the `inputs` that operations were seen to write.
+        self.own_written: set[int] = set()
         self._written: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._compared: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         for tensor in self._reach.tensors:
@@ -198,6 +200,8 @@ class StateSnapshot:
 
     def _about_to_write(self, tensor: torch.Tensor) -> None:
         key = storage_key(tensor)
+        if key in self._ignored:
+            self.own_written.add(key)
         if key in self._ignored or key in self._written:
             return
         memory = _memory(tensor)

@@ -151,8 +151,14 @@ class GraphStore:
             same = generation.layouts == tuple(layouts) and generation.device == device
             if same and generation.graphs and all(generation.holds(bucket) for bucket in buckets):
                 return generation
+        needed = static_bytes(layouts, buckets)
+        if self.max_bytes is not None and needed > self.max_bytes:
+            raise MemoryBoundError(
+                f"the static inputs of these buckets alone take {needed} bytes, and max_bytes is {self.max_bytes}: "
+                "capture smaller buckets, or raise max_bytes"
+            )
         if self.max_bytes is not None:
-            self._evict_for_bytes(static_bytes(layouts, buckets), None)
+            self._evict_for_bytes(needed, None)
         generation = Generation(self._signature, layouts, buckets, device)
         self.generations.append(generation)
         return generation
@@ -203,11 +209,14 @@ class GraphStore:
             MemoryBoundError: there is no room, whatever else goes.
         """
         if self.max_bytes is not None:
-            self._evict_for_bytes(nbytes, into)
+            alone = into.static_bytes + into.workspace_bytes + nbytes <= self.max_bytes
+            if into.nbytes + nbytes <= self.max_bytes:  # else it would be in vain
+                self._evict_for_bytes(nbytes, into)
             if self.nbytes + nbytes > self.max_bytes:
                 raise MemoryBoundError(
                     f"the graph needs about {nbytes} bytes beside the {self.nbytes} that are taken, and max_bytes is "
-                    f"{self.max_bytes}: capture fewer or smaller buckets, or raise max_bytes"
+                    f"{self.max_bytes}: capture fewer or smaller buckets, or raise max_bytes",
+                    alone,
                 )
         while self.max_graphs is not None and self.count >= self.max_graphs:
             oldest = min(

@@ -23,6 +23,7 @@ ALL = object()
 
 def suspend(core: Filler) -> None:
     """Drops all graphs, pools and buffers; remembers which there were. The locks are held."""
+    core.refuse_busy("suspend")
     if core.store is None:
         return
     for name, state in core.store.variants.items():
@@ -36,7 +37,10 @@ def suspend(core: Filler) -> None:
         for position, leaf in enumerate(core.signature.inputs):
             layout = generation.layouts[position]
             if layout is not None:
-                leaves.append(generation.inputs.view(position, graph.bucket).to("cpu", copy=True))
+                view = generation.inputs.view(position, graph.bucket)
+                if position in core.written:  # it holds what the function left
+                    view = torch.full_like(view, getattr(leaf.spec, "fill", 0))
+                leaves.append(view.to("cpu", copy=True))
             elif isinstance(leaf.spec, BucketSize):
                 leaves.append(graph.bucket[leaf.spec.dim])
             else:
@@ -64,4 +68,12 @@ def resume(core: Filler, progress: bool, variant: Hashable = ALL) -> None:
         else value
         for leaf, value in zip(core.signature.inputs, leaves, strict=True)
     ]
-    core.capture(leaves, buckets, variant, progress=progress)
+    saved = core.suspended[variant]
+    try:
+        core.capture(leaves, buckets, variant, progress=progress)
+    except BaseException:
+        if core.store is not None:
+            core.store.drop_variant(variant)
+            core.store.prune()
+        core.suspended[variant] = saved  # to be tried again
+        raise

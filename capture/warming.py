@@ -19,6 +19,7 @@ from .graph import OutputPlan
 from .layout import LeafLayout, example_for_bucket, sizes_of_leaves
 from .memory import give_memory_back, rehearsal
 from .outputs import check_outputs, output_layout
+from .places import storage_key
 from .publishing import publish
 from .spec import BucketSize, Constant, Offsets, Rows
 from .state import StateSnapshot
@@ -233,10 +234,14 @@ class Warmer:
             self.run(values)
             return taken()
 
+    def current_stream(self) -> torch.cuda.Stream | None:
+        """The stream that runs are enqueued on; None on a CPU."""
+        return torch.cuda.current_stream(self.device) if self.generation.on_cuda else None
+
     def settle(self) -> None:
         """Waits for the capture stream."""
-        if self.generation.stream is not None:
-            self.generation.stream.synchronize()
+        if self.generation.on_cuda:
+            torch.cuda.current_stream(self.device).synchronize()
 
     def views_and_values(
         self, bucket: Bucket
@@ -260,9 +265,10 @@ class Warmer:
         return rows, values
 
     def note_written(self, rows: Sequence[tuple[torch.Tensor, torch.Tensor] | None]) -> None:
-        """Finds the inputs that the function wrote, by comparing bits with what it was given."""
+        """Finds the inputs that the function wrote: by what operations declare, and by comparing bits."""
+        declared = self._snapshot.own_written if self._snapshot is not None else set()
         for position, row in enumerate(rows):
-            if row is not None and not _same_bits(*row):
+            if row is not None and (storage_key(row[0]) in declared or not _same_bits(*row)):
                 self.written.add(position)
 
     def make_ready(self) -> None:

@@ -1,10 +1,9 @@
-"""Invariant: a copier moves exactly the bytes of its pieces and writes the counts; a piece says what copy_ would do."""
+"""Invariant: exactly the bytes of pieces are copied, a piece says what copy_ would do, and the kernels do the same."""
 
 import ctypes
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,10 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mmgraph.capture.copying import Copier, Piece, StaticView, pieces_of, pieces_out
-from mmgraph.capture.errors import CallError, SpecError
+from mmgraph.capture.copying import Piece, copy_pieces, pieces_of
 
-CPU = torch.device("cpu")
 DTYPES = (
     torch.bool,
     torch.uint8,
@@ -45,11 +42,6 @@ def guarded(shape: list[int], dtype: torch.dtype, shift: int, seed: int) -> tupl
 def raw(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor; booleans as bytes, of which copy_ keeps only whether they are 0."""
     return tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor
-
-
-def bits(tensor: torch.Tensor) -> torch.Tensor:
-    tensor = raw(tensor)
-    return torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor).view(-1).view(torch.uint8)
 
 
 @st.composite
@@ -93,32 +85,24 @@ def lying(drawn: dict, sizes: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
     return guarded(sizes, dtype, shift, seed)
 
 
-def check_tensors(drawn: dict, copier: Copier) -> None:
-    """Copies in and out equal copy_, wherever one piece describes them."""
+@settings(max_examples=150)
+@given(tensors())
+def test_a_piece_does_what_copy_would(drawn: dict) -> None:
     shape, axis, rows = drawn["shape"], drawn["axis"], drawn["rows"]
     sizes = [rows if i == axis else n for i, n in enumerate(shape)]
     room, view = guarded(shape, drawn["dtype"], drawn["shifts"][1], drawn["seed"] + 1)
     other_room, other = lying(drawn, sizes)
-    into, out = pieces_of(other, view, axis), pieces_out(view, other, axis)
-    assert (into is None) == (out is None)
+    piece = pieces_of(other, view, axis)
     plain = drawn["form"] == "contiguous"
     apart = drawn["form"] == "narrowed" and (axis == 0 or drawn["other"] == axis)
-    assert into is not None or not (plain or apart)
-    if into is None or out is None:
+    assert piece is not None or not (plain or apart)
+    if piece is None:
         return
     expected, other_expected = room.clone(), other_room.clone()
     inside(expected, view, drawn, 1).narrow(axis, 0, rows).copy_(raw(other))
-    copier([into])
+    copy_pieces([piece])
     assert torch.equal(room, expected)
     assert torch.equal(other_room, other_expected)
-    room.copy_(random_bytes(room.numel(), drawn["seed"] + 2))
-    expected = room.clone()
-    copier([out])
-    assert torch.equal(bits(other), bits(view.narrow(axis, 0, rows)))
-    assert torch.equal(room, expected)
-    if plain:  # and nothing around it
-        inside(other_expected, other, drawn, 0).copy_(raw(other))
-        assert torch.equal(other_room, other_expected)
 
 
 def inside(room: torch.Tensor, made: torch.Tensor, drawn: dict, which: int) -> torch.Tensor:
@@ -142,17 +126,12 @@ def layouts(draw: st.DrawFn, most: int = 40) -> dict[str, object]:
             starts.append(start)
             places[side] = start + pitches[side] * runs + inner
         pieces.append((*starts, inner, runs, *pitches))
-    counts = draw(st.lists(st.integers(-(2**63), 2**63 - 1), max_size=5))
-    return {
-        "pieces": pieces,
-        "sizes": places,
-        "counts": counts,
-        "seed": draw(st.integers(0, 2**20)),
-    }
+    return {"pieces": pieces, "sizes": places, "seed": draw(st.integers(0, 2**20))}
 
 
-def check_layout(drawn: dict, prepared: Callable[[Copier], Copier]) -> None:
-    """Every byte of the destination is what a loop over the pieces makes it."""
+@settings(max_examples=60)
+@given(layouts())
+def test_exactly_the_bytes_of_the_pieces_are_written(drawn: dict) -> None:
     src = random_bytes(drawn["sizes"][0] + 128, drawn["seed"])
     dst = random_bytes(drawn["sizes"][1] + 128, drawn["seed"] + 1)
     expected, pieces = dst.clone(), []
@@ -162,40 +141,15 @@ def check_layout(drawn: dict, prepared: Callable[[Copier], Copier]) -> None:
         for run in range(runs):
             at, to = 64 + a + run * src_pitch, 64 + b + run * dst_pitch
             expected[to : to + inner] = src[at : at + inner]
-    counts = drawn["counts"]
-    table = torch.full((len(counts) + 2,), 77)
-    written = table[1:-1] if counts else None
-    copier = prepared(Copier(CPU, written, len(counts)))
-    copier(pieces)
+    copy_pieces(pieces)
     assert torch.equal(dst, expected)
-    assert bool((table == 77).all())  # no counts given, none written
-    dst.copy_(random_bytes(dst.numel(), drawn["seed"] + 1))
-    copier(pieces, counts)
-    assert torch.equal(dst, expected)
-    assert table.tolist() == [77, *counts, 77]
-
-
-@settings(max_examples=150)
-@given(tensors())
-def test_a_piece_does_what_copy_would(drawn: dict) -> None:
-    check_tensors(drawn, Copier(CPU, None, 0))
-
-
-@settings(max_examples=60)
-@given(layouts())
-def test_exactly_the_bytes_of_the_pieces_are_written(drawn: dict) -> None:
-    def prepared(copier: Copier) -> Copier:
-        copier.prepare(len(drawn["pieces"]))
-        return copier
-
-    check_layout(drawn, prepared)
 
 
 def test_a_scalar_is_a_piece() -> None:
     src, dst = torch.tensor(3.5), torch.tensor(0.0)
     piece = pieces_of(src, dst, 0)
     assert piece is not None
-    Copier(CPU, None, 0)([piece])
+    copy_pieces([piece])
     assert dst.item() == 3.5
 
 
@@ -223,7 +177,6 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_one_piece_cannot_describe_is_refused(name: str) -> None:
     assert pieces_of(REFUSED[name], VIEW, 0) is None
-    assert pieces_out(VIEW, REFUSED[name], 0) is None
 
 
 def test_a_conjugated_view_is_refused() -> None:
@@ -242,39 +195,28 @@ def test_a_view_of_a_packed_buffer_is_one_piece_with_a_pitch() -> None:
 
 def test_strides_of_single_rows_mean_nothing() -> None:
     view = torch.zeros(8).as_strided((1, 8), (999, 1))
-    assert StaticView(view, 0).piece_in(torch.zeros(1, 8).as_strided((1, 8), (5, 1)))[2:] == (32, 1, 32, 32)  # type: ignore[index]
-
-
-def test_mistakes_are_named() -> None:
-    with pytest.raises(SpecError, match="contiguous"):
-        StaticView(torch.zeros(4, 4).t(), 0)
-    with pytest.raises(SpecError, match="axis"):
-        StaticView(torch.zeros(4, 4), 2)
-    with pytest.raises(SpecError, match="device"):
-        Copier(torch.device("meta"), None, 0)
-    with pytest.raises(SpecError, match="counts"):
-        Copier(CPU, None, 2)
-    with pytest.raises(SpecError, match="counts"):
-        Copier(CPU, torch.zeros(2, dtype=torch.int32), 2)
-    with pytest.raises(CallError, match="counts"):
-        Copier(CPU, torch.zeros(2, dtype=torch.int64), 2)([], (1,))
+    assert pieces_of(torch.zeros(1, 8).as_strided((1, 8), (5, 1)), view, 0)[2:] == (32, 1, 32, 32)  # type: ignore[index]
 
 
 def test_runs_are_not_read_beyond_their_end() -> None:
     src = (ctypes.c_char * 10)(*b"0123456789")
     dst = (ctypes.c_char * 10)(*b"..........")
     piece: Piece = (ctypes.addressof(src), ctypes.addressof(dst) + 1, 2, 3, 4, 3)
-    Copier(CPU, None, 0)([piece])
+    copy_pieces([piece])
     assert bytes(dst) == b".01.45.89."
 
 
 def test_the_kernels_do_the_same_under_the_interpreter(pytestconfig: pytest.Config) -> None:
     root = pytestconfig.rootpath
     environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-    path = [str(root), str(root / "tests" / "ops"), environment.get("PYTHONPATH", "")]
+    path = [
+        str(root),
+        *(str(root / "tests" / name) for name in ("ops", "support")),
+        environment.get("PYTHONPATH", ""),
+    ]
     environment["PYTHONPATH"] = os.pathsep.join(part for part in path if part)
     done = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("interpreted_copying.py"))],
+        [sys.executable, str(Path(__file__).with_name("interpreted_calls.py"))],
         env=environment,
         capture_output=True,
         text=True,
