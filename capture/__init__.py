@@ -33,11 +33,12 @@ from .errors import (
 )
 from .leases import Lease
 from .manager import CaptureManager
-from .metrics import HistogramSnapshot, prometheus_collector
+from .metrics import HistogramSnapshot
 from .policies import BucketPolicy, Candidate, Choice, cost_aware, exact, smallest
+from .prometheus import prometheus_collector
 from .report import BucketReport, CallExplanation, Report
-from .serving import Staged
 from .spec import Spec, bucket_size, constant, offsets, rows, static
+from .staged import Staged
 
 __all__ = [
     "ENCODER_BATCH_BUCKETS",

@@ -13,10 +13,14 @@ __all__ = [
     "compiler_backend",
     "compiler_callback",
     "compiler_stance",
+    "cuda_allocating_in",
     "cuda_begin_raw_capture",
+    "cuda_current_device",
     "cuda_drop_pool",
+    "cuda_is_capturing",
     "cuda_memset",
     "cuda_new_stream",
+    "cuda_raw_stream",
     "graph_break_reasons",
     "metadata_check",
     "no_torch_function",
@@ -200,3 +204,13 @@ def without_duck_shapes() -> contextlib.AbstractContextManager[None]:
     config: Any = _config
     patch: contextlib.AbstractContextManager[None] = config.patch(use_duck_shape=False)
     return patch
+
+
+def _without_cuda(*_: Any) -> Any:
+    raise RuntimeError("this build of PyTorch has no CUDA: install one that has, or use tensors on a CPU")
+
+
+# Asked on every call: what torch.cuda wraps around these costs more than they do.
+cuda_current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", _without_cuda)
+cuda_raw_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", _without_cuda)
+cuda_is_capturing: Callable[[], bool] = getattr(torch._C, "_cuda_isCurrentStreamCapturing", _without_cuda)

@@ -2,8 +2,8 @@
 
 What is known at the capture comes by value, as tuples of 64-bit integers, one for each leaf: a program picks its own
 by comparing its number with the ends of the leaves' programs, so nothing is read from memory to find it, and one body
-does the work for all. What differs from call to call is read from the record. Memory is named by its address. Only how
-many leaves there are is a compile-time constant, so one variant fits every bucket.
+does the work for all. What differs from call to call is read from the record. Memory is named by its address. Of the
+leaves only their number is a compile-time constant, so one variant fits every bucket.
 
 Triton's language isn't Python's types, so this file isn't type-checked.
 """

@@ -23,7 +23,6 @@ __all__ = ["PLAIN", "CallReader", "flat_binder", "tree_builder"]
 #: Types whose memory is what it seems.
 PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
 
-# An input of one shape stands for its one "row", counted at an index that is no size of the grid's.
 _MAYBE_CONJUGATED = frozenset((torch.complex32, torch.complex64, torch.complex128))
 
 Source = tuple[int, int]

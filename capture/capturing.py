@@ -12,9 +12,10 @@ from .checking import prove_graph, verify_graph
 from .cuda import DeviceGraph
 from .graph import BucketGraph, GraphKey, OutputPlan, Replayable, least_replay_seconds
 from .memory import free_bytes
+from .modes import without_autocast_cache
 from .publishing import publish
 from .recorder import Recording
-from .warming import Warmer, without_autocast_cache
+from .warming import Warmer
 
 __all__ = ["Capturer"]
 

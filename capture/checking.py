@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .buckets import Bucket
+from .compiling import eagerly
 from .errors import VerificationError
 from .graph import BucketGraph
 from .layout import LeafLayout
@@ -43,10 +45,12 @@ def verify_graph(
     begin()
     capturer.generation.poison()
     got = replay_whole(capturer, graph)
-    begin()
-    expected = _kept(run())
-    begin()
-    again = _kept(run())
+    # The recorder has recorded what compiled functions do eagerly.
+    with contextlib.nullcontext() if capturer.generation.on_cuda else eagerly():
+        begin()
+        expected = _kept(run())
+        begin()
+        again = _kept(run())
     paths = capturer.generation.signature.output_paths
     for path, result, first, second in zip(paths, got, expected, again, strict=True):
         if result is None or first is None or second is None or _same(result, first) or _same(result, second):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,12 +18,13 @@ from .errors import CallError, CaptureFailedError, MemoryBoundError, SpecError
 from .generation import Generation
 from .guard import WeightGuard
 from .layout import layout_of_example
+from .modes import autocast_state
 from .places import storage_key
 from .progress import progress_bar
 from .resolving import Resolver
 from .spec import Constant
 from .store import Variant
-from .warming import CaptureOptions, autocast_state
+from .warming import CaptureOptions
 
 __all__ = ["Filler", "check_buckets"]
 
@@ -73,7 +74,10 @@ class Filler(Resolver):
         self.suspended.pop(name, None)
         order = sorted(buckets, key=self.order, reverse=True)
         with torch.no_grad():
-            generation = store.generation_for(layouts, buckets, device)
+            try:
+                generation = store.generation_for(layouts, buckets, device)
+            except MemoryBoundError as error:
+                raise CaptureFailedError(f"{order[0]} could not be captured: {error}", order[0]) from error
             state = store.variants.get(name)
             if state is None:
                 state = Variant(
@@ -113,8 +117,13 @@ class Filler(Resolver):
                 self.busy = ""
                 self.written |= capturer.written
                 state.seen = seen | {storage_key(tensor): tensor for tensor in capturer.seen}
-                self._guard(state, name, generation)
-                store.prune()
+                try:
+                    self._guard(state, name, generation)
+                except BaseException:  # graphs that nobody guards must not serve
+                    store.drop_variant(name)
+                    raise
+                finally:
+                    store.prune()
 
     def capture_on_demand(
         self, leaves: list[Any], buckets: Sequence[Bucket], name: Hashable, *, replace: bool
@@ -155,10 +164,18 @@ class Filler(Resolver):
         )
         generation = Generation(self.signature, layouts, buckets, device)
         try:
-            capturer = Capturer(self.compiled or self.fn, generation, CaptureOptions(), leaves)
+            capturer = Capturer(
+                self.compiled or self.fn,
+                generation,
+                CaptureOptions(ignore=self.options.ignore),
+                leaves,
+                mark if self.compiled is not None else None,
+            )
             order = sorted(buckets, key=self.order, reverse=True)
             with capturer.state_preserved():
                 pool = capturer.rehearse(order)
+                if not generation.on_cuda:
+                    generation.output_views(order[0])  # which a CPU's recordings write
             return None if pool is None else pool + generation.static_bytes
         finally:
             generation.release()
@@ -196,6 +213,8 @@ def check_buckets(grid: BucketGrid, buckets: Sequence[Bucket] | None, most: int 
     Raises:
         SpecError: none, others than the grid's, or more than there may be graphs.
     """
+    if buckets is not None and (isinstance(buckets, Mapping) or not isinstance(buckets, Iterable)):
+        raise SpecError(f"buckets must be some of the grid's {len(grid)} buckets, got {buckets}")
     chosen = grid.buckets if buckets is None else tuple(buckets)
     if not chosen or any(bucket not in grid.buckets for bucket in chosen):
         raise SpecError(f"buckets must be some of the grid's {len(grid)} buckets, got {buckets}")

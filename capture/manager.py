@@ -16,13 +16,15 @@ from .buckets import Bucket, BucketGrid
 from .cuda import CAPTURE_LOCK
 from .errors import CallError, CaptureError, SpecError
 from .filling import Filler, check_buckets
+from .into import Into
 from .leases import Lease
 from .options import Check, OnMiss, OnStale, Options, as_names, as_watched, hashable
 from .policies import BucketPolicy, policy_of
 from .report import CallExplanation, Report, report_of
-from .serving import COPY, LEASE, Into, Server, Staged, Want, in_stage
+from .serving import Server, Want
 from .signatures import check_parameters
 from .spec import Signature
+from .staged import COPY, LEASE, Staged, in_stage
 from .suspending import ALL, resume, suspend
 
 __all__ = ["CaptureManager"]
@@ -46,8 +48,9 @@ class CaptureManager:
         check: how replaced weights are noticed: "epoch" compares, on each call, a process-wide count of replacements
             and a rotating slice of the watched tensors; "always" compares all of them.
         watch: modules and tensors to watch beside what `fn` reaches and reads; a mapping gives them names.
-        on_stale: where weights were replaced: "error" raises `StaleWeights`, "recapture" captures the variant's
-            buckets again, on the call's own rows, "eager" runs the function.
+        on_stale: where weights were replaced: "error" raises `StaleWeights`, "recapture" captures the buckets again, on
+            the call's own rows (an error for a named variant, whose state may not be the present one), "eager" runs
+            the function.
         on_miss: where no graph serves a call: "eager" runs the function, "error" raises `MissError`, "capture"
             captures the bucket first, where the grid has one.
         policy: which of the buckets that hold a call serves it: "smallest", "exact" (only one of just its sizes),
@@ -59,7 +62,7 @@ class CaptureManager:
         ignore: names of Python values that the function may set though a replay doesn't, such as "Counter.steps".
         max_graphs: the most graphs at a time; a capture on demand evicts the one used least recently.
         max_bytes: the most bytes of device memory for all that is captured; a capture evicts the generation used least
-            recently, or fails.
+            recently, or fails with `MemoryBoundError` as its cause.
         debug: fill the memory of leases with NaN when it is given to the next call.
         nvtx: mark each replay for a profiler.
         time_every: time one replay of so many, by events that nobody waits for; 0 for none.
@@ -308,6 +311,8 @@ class CaptureManager:
             Whether there was one.
         """
         hashable(variant)
+        if not isinstance(bucket, Mapping):
+            raise CallError(f"bucket must be a Bucket or a mapping of sizes, got {bucket!r}")
         with self._core.lock:
             return self._core.evict(Bucket(bucket), variant)
 
@@ -345,6 +350,12 @@ class CaptureManager:
         # A capture waits for all others, and these may wait for the stage.
         if in_stage():
             raise CaptureError(f"{what} can't be called within a stage block: call it before or after")
+
+    def __repr__(self) -> str:
+        core = self._core
+        count = core.store.count if core.store is not None else 0
+        name = getattr(core.fn, "__qualname__", type(core.fn).__name__)
+        return f"CaptureManager({name}: {count} graphs, {len(core.grid)} buckets)"
 
     def poison(self) -> None:
         """Fills the memory of all graphs' intermediates with NaN: for tests, since no result may change by it.

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from ._compat import cuda_current_device, cuda_raw_stream
 from .calls import Source
 from .copying import Piece, copy_pieces, pieces_of
 from .generation import Generation
@@ -63,13 +64,13 @@ class Replayer:
 
     def is_current(self) -> bool:
         """Whether the generation's device is the current one."""
-        return not self._on_cuda or torch._C._cuda_getDevice() == self._index
+        return not self._on_cuda or cuda_current_device() == self._index
 
     def enter(self) -> torch.cuda.Stream | None:
         """Makes the current stream wait for the replay before; gives it. None on a CPU."""
         if not self._on_cuda or self._done is None:
             return None
-        raw = torch._C._cuda_getCurrentRawStream(self._index)
+        raw = cuda_raw_stream(self._index)
         stream = self._streams.get(raw)
         if stream is None or raw != self._generation.last_raw:
             stream = self.stream()
@@ -82,7 +83,7 @@ class Replayer:
         """The current stream; asked for once, where it is one of PyTorch's. None on a CPU."""
         if not self._on_cuda:
             return None
-        raw = torch._C._cuda_getCurrentRawStream(self._index)
+        raw = cuda_raw_stream(self._index)
         stream = self._streams.get(raw)
         if stream is None:
             stream = torch.cuda.current_stream(self._generation.device)

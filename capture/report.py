@@ -127,6 +127,7 @@ def report_of(core: Core) -> Report:
         else 0,
         evicted=core.past.evicted,
         compilations=core.compiled.compilations if core.compiled is not None else 0,
+        graph_breaks=core.compiled.graph_breaks if core.compiled is not None else 0,
         generations=len(generations),
         static_bytes=sum(g.static_bytes for g in generations),
         pool_bytes=sum(g.pool_bytes for g in generations),
@@ -151,6 +152,7 @@ class Report:
         watched: tensors that are checked for replacement.
         evicted: graphs that made room for others.
         compilations: graphs that Inductor compiled, with `compile=True`.
+        graph_breaks: breaks between the compiled parts of a call, with `compile=True`.
         generations: pools with their graphs.
         static_bytes: of all shared static buffers; not the sum over buckets, which share them.
         pool_bytes: of the pools that the graphs share; 0 on a CPU.
@@ -171,6 +173,7 @@ class Report:
     watched: int
     evicted: int
     compilations: int
+    graph_breaks: int
     generations: int
     static_bytes: int
     pool_bytes: int

@@ -13,10 +13,10 @@ from .constants import same_constant
 from .core import Core
 from .errors import CallError, CaptureError
 from .layout import check_leaf, sizes_of_leaves
+from .modes import autocast_state, is_capturing
 from .policies import Candidate, check_choice
 from .spec import Rows
 from .store import Stored, Variant
-from .warming import autocast_state, is_capturing
 
 __all__ = ["Resolution", "Resolver"]
 
@@ -113,7 +113,7 @@ class Resolver(Core):
         alone = (Candidate(bucket, 0, None, None),)
         in_order = self.bounded([sizes[n] for n in self.grid.names])
         choice = self.policy.choose(dict(zip(self.grid.names, in_order, strict=True)), alone, alone)
-        return choice.bucket
+        return check_choice(choice, alone, self.policy).bucket
 
     def _resolve_bucket(self, state: Variant, name: Hashable, sizes: Mapping[str, int]) -> Resolution:
         bucket = self.grid.choose(sizes)

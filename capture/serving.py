@@ -1,57 +1,38 @@
 """The call of a manager: from arguments to results, by a graph or by the function.
 
-The quick way asks each thing once and enqueues two launches, the staging and the graph. Whatever isn't as at the
-capture goes the slow way, which finds the same answers with their reasons.
+The quick way asks each thing once and launches the graph. Whatever isn't as at the capture goes the slow way, which
+finds the same answers with their reasons.
 """
 
 from __future__ import annotations
 
-import functools
-import threading
 from collections.abc import Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
+from ._compat import cuda_current_device
 from .buckets import Bucket
 from .calls import Source
 from .compiling import run_without_recompiling
 from .cuda import CAPTURE_LOCK
-from .errors import BucketError, CallError, CaptureError, MissError
+from .errors import BucketError, CallError, MissError
 from .filling import Filler
+from .into import Into, contiguous, copied_into, finished, fitting
 from .leases import Lease
 from .replaying import sizes_in_order
 from .resolving import Resolution
-from .spec import BucketSize, Offsets, Rows
+from .staged import COPY, LEASE, STAGES, Staged, in_stage
 from .store import Stored, Variant
 
-__all__ = ["COPY", "LEASE", "Into", "Server", "Staged", "Want", "in_stage"]
-
-COPY, LEASE = "copy", "lease"
-
-
-@dataclass(frozen=True)
-class Into:
-    """The caller's own tensors for the results."""
-
-    out: Any
+__all__ = ["Server", "Want"]
 
 
 Want = str | Into
 
-# How many stages this thread is in, of any managers.
-_STAGES = threading.local()
-
 # Misses that another graph may cure.
 _LACKING = ("not captured", "not precompiled", "not exact")
-
-
-def in_stage() -> bool:
-    """Whether this thread is within a stage of some manager."""
-    return getattr(_STAGES, "depth", 0) > 0
 
 
 class Server:
@@ -97,7 +78,9 @@ class Server:
 
         Raises:
             MissError: no graph holds them.
-            BucketError: sizes are missing, unknown or negative.
+            BucketError: sizes are missing or unknown.
+            CallError: a size is negative, or not a Python int.
+            StaleWeights: weights were replaced.
         """
         core = self.core
         core.refuse_busy("stage")
@@ -105,13 +88,15 @@ class Server:
         if sizes.keys() != self._names:
             raise BucketError(f"stage takes a size for each of {list(core.grid.names)}, got {dict(sizes)}")
         found = core.resolve_sizes(state, dict(sizes), variant)
+        if found.kind == "stale weights":
+            raise core.stale_error()
         if found.stored is None:
             raise MissError(
                 f"no graph holds these sizes ({found.reason}), so there is nothing to write into", found.reason
             )
         staged = Staged(self, found.stored, sizes_in_order(core.grid.names, sizes))
         core.staged, core.busy = staged, "a stage"
-        _STAGES.depth = getattr(_STAGES, "depth", 0) + 1
+        STAGES.depth = getattr(STAGES, "depth", 0) + 1
         return staged
 
     def _variant(self, name: Hashable) -> Variant | None:
@@ -126,7 +111,7 @@ class Server:
         replayer = staged.stored.replayer
         replayer.leave(replayer.enter())
         self.core.staged, self.core.busy = None, ""
-        _STAGES.depth -= 1
+        STAGES.depth -= 1
 
     def replay_staged(self, stored: Stored, sizes: list[int], want: Want) -> Any:
         """Replays on what lies in the static inputs."""
@@ -138,14 +123,14 @@ class Server:
             found = core.resolve(leaves, variant)
             if found.stored is not None:
                 return self._replay(found.stored, leaves, sizes_in_order(core.grid.names, found.sizes), want)
-            if found.kind == "stale weights" and options.on_stale == "error":
+            if found.kind == "stale weights" and self._is_error(variant):
                 raise core.stale_error()
             wanted = self._to_capture(found, variant)
         if wanted:
             with CAPTURE_LOCK, core.lock:
                 core.invalidate()  # a capture's guard starts anew: what isn't noticed before it never is
                 found = core.resolve(leaves, variant)  # another thread may have been here meanwhile
-                if found.kind == "stale weights" and options.on_stale == "error":
+                if found.kind == "stale weights" and self._is_error(variant):
                     raise core.stale_error()
                 wanted = self._to_capture(found, variant) if found.stored is None else ()
                 if wanted:
@@ -170,6 +155,14 @@ class Server:
                 leaves[position] = leaves[position].clone()
         return self._eagerly(leaves, want)
 
+    def _is_error(self, variant: Hashable) -> bool:
+        """Whether replaced weights are an error.
+
+        Also where they are a variant's, which would be captured in the state that the function happens to be in.
+        """
+        on_stale = self.core.options.on_stale
+        return on_stale == "error" or (on_stale == "recapture" and variant is not None)
+
     def _to_capture(self, found: Resolution, variant: Hashable) -> tuple[Bucket, ...]:
         """The buckets to capture before this call can be served."""
         core = self.core
@@ -193,7 +186,7 @@ class Server:
             serving = core.device is not None
             result = run_without_recompiling(core.fn, arguments) if serving else core.fn(**arguments)
             if isinstance(want, Into):
-                return self._copied_into(result, want.out)
+                return copied_into(core.signature, result, want.out)
         return Lease(result, None, None) if want is LEASE else result
 
     def _replay(
@@ -212,16 +205,16 @@ class Server:
                 generation.desk.take(stored.replayer.stream(), poison=core.options.debug)
                 results = stored.replayer.leased(sizes)
             else:
-                results = self._checked(stored, sizes, want)
+                results = self._targets(stored, sizes, want)
             odd: list[tuple[torch.Tensor, torch.Tensor]] = []
             if isinstance(want, Into):
-                results, odd = _contiguous(results)
+                results, odd = contiguous(results)
             if leaves is None:
                 stored.replayer.run_staged(stored.graph, sizes, results)
             else:
                 stored.replayer.run(stored.graph, leaves, sources, sizes, results)
             if isinstance(want, Into):
-                results = _finished(results, odd)
+                results = finished(results, odd)
             core.calls += 1
             stored.graph.count(sizes)
             if core.store is not None:
@@ -231,156 +224,21 @@ class Server:
                 return generation.desk.hand_out(value, stored.replayer.stream())
         return value
 
+    def _targets(self, stored: Stored, sizes: list[int], want: Want) -> list[torch.Tensor | None]:
+        """The caller's tensors for the results."""
+        if not isinstance(want, Into):
+            raise CallError(f"results are copied, leased or written into tensors, got {want!r}")
+        return fitting(self.core.signature, stored.graph.plans, sizes, want.out)
+
     def _range(self, stored: Stored) -> AbstractContextManager[Any]:
         if not self.core.options.nvtx:
             return nullcontext()
         sizes = ", ".join(f"{name}={size}" for name, size in stored.graph.bucket.items())
         return torch.profiler.record_function(f"mmgraph replay {sizes}")
 
-    def _checked(self, stored: Stored, sizes: list[int], want: Want) -> list[torch.Tensor | None]:
-        """The caller's tensors for the results."""
-        core = self.core
-        if not isinstance(want, Into):
-            raise CallError(f"results are copied, leased or written into tensors, got {want!r}")
-        try:
-            flat = core.signature.output_tree.flatten_up_to(want.out)
-        except ValueError as error:
-            raise CallError(f"out does not have the structure of the outputs: {error}") from None
-        found: list[torch.Tensor | None] = []
-        for path, plan, value in zip(core.signature.output_paths, stored.graph.plans, flat, strict=True):
-            if plan.layout is None:
-                found.append(None)
-                continue
-            shape = plan.layout.full_shape(dict(zip(core.grid.names, sizes, strict=True)))
-            expected = f"{plan.layout.dtype} {list(shape)} on {plan.layout.device}"
-            if not isinstance(value, torch.Tensor):
-                raise CallError(f"{path} of out must be a tensor {expected}, got {type(value).__name__}")
-            if value.dtype != plan.layout.dtype or value.device != plan.layout.device or value.shape != shape:
-                raise CallError(
-                    f"{path} of out must be {expected}, got {value.dtype} {list(value.shape)} on {value.device}"
-                )
-            if value.requires_grad:
-                raise CallError(f"{path} of out needs a gradient, and a replay records none: detach it")
-            found.append(value)
-        return found
-
-    def _copied_into(self, result: Any, out: Any) -> Any:
-        tree = self.core.signature.output_tree
-        try:
-            pairs = zip(tree.flatten_up_to(result), tree.flatten_up_to(out), strict=True)
-        except ValueError as error:
-            raise CallError(f"out does not have the structure of the outputs: {error}") from None
-        values = []
-        for path, (value, target) in zip(self.core.signature.output_paths, pairs, strict=True):
-            if isinstance(value, torch.Tensor):
-                fits = isinstance(target, torch.Tensor) and not target.requires_grad
-                if not fits or target.shape != value.shape or target.dtype != value.dtype:
-                    raise CallError(
-                        f"{path} of out must be {value.dtype} {list(value.shape)} without a gradient, got "
-                        f"{target!r:.80}"
-                    )
-                value = target.copy_(value)
-            values.append(value)
-        return pytree.tree_unflatten(values, tree)
-
-
-class Staged:
-    """Static inputs for one call of given sizes."""
-
-    def __init__(self, server: Server, stored: Stored, sizes: list[int]) -> None:
-        self._server, self.stored, self._sizes = server, stored, sizes
-        stored.replayer.enter()
-
-    @functools.cached_property
-    def inputs(self) -> dict[str, Any]:
-        """Argument name to a pytree of views of the static inputs, cut to the call's sizes.
-
-        What isn't a tensor is the call's size, or None for a constant.
-        """
-        core, stored = self._server.core, self.stored
-        generation = stored.generation
-        named = dict(zip(core.grid.names, self._sizes, strict=True))
-        leaves: list[Any] = []
-        for leaf, layout, view in zip(
-            core.signature.inputs, generation.layouts, stored.graph.inputs, strict=True
-        ):
-            if layout is None or view is None:
-                leaves.append(named[leaf.spec.dim] if isinstance(leaf.spec, BucketSize) else None)
-                continue
-            if isinstance(leaf.spec, (Rows, Offsets)):
-                axis = leaf.spec.axis if isinstance(leaf.spec, Rows) else 0
-                view = view.narrow(axis, 0, layout.length(named))
-            leaves.append(view)
-        return core.signature.arguments(leaves)
-
-    def _check(self) -> None:
-        if self._server.core.staged is not self:
-            raise CaptureError("this stage is over, and its inputs are another call's: replay within its block")
-
-    def replay(self) -> Any:
-        """The results, as copies.
-
-        Raises:
-            CaptureError: the block has ended.
-        """
-        self._check()
-        return self._server.replay_staged(self.stored, self._sizes, COPY)
-
-    def lease(self) -> Lease:
-        """The results, as a lease."""
-        self._check()
-        lease: Lease = self._server.replay_staged(self.stored, self._sizes, LEASE)
-        return lease
-
-    def into(self, out: Any) -> Any:
-        """The results, in the caller's tensors."""
-        self._check()
-        return self._server.replay_staged(self.stored, self._sizes, Into(out))
-
 
 def _current(device: torch.device) -> AbstractContextManager[Any]:
     """Makes a CUDA device current where another one is."""
-    if device.type != "cuda" or device.index is None or torch._C._cuda_getDevice() == device.index:
+    if device.type != "cuda" or device.index is None or cuda_current_device() == device.index:
         return nullcontext()
     return torch.cuda.device(device)
-
-
-def _contiguous(
-    results: Sequence[torch.Tensor | None],
-) -> tuple[list[torch.Tensor | None], list[tuple[torch.Tensor, torch.Tensor]]]:
-    """Tensors that a graph can write, and those of the caller's that are copied from them."""
-    written: list[torch.Tensor | None] = []
-    odd = []
-    for result in results:
-        plain = result is None or (
-            type(result) in (torch.Tensor, torch.nn.Parameter)
-            and result.is_contiguous()
-            and not result.is_neg()
-            and not result.is_conj()
-        )
-        if plain or result is None:
-            written.append(result)
-        else:
-            fresh = torch.empty(result.shape, dtype=result.dtype, device=result.device)
-            written.append(fresh)
-            odd.append((fresh, result))
-    return written, odd
-
-
-def _finished(
-    written: Sequence[torch.Tensor | None], odd: Sequence[tuple[torch.Tensor, torch.Tensor]]
-) -> list[torch.Tensor | None]:
-    """The caller's tensors after the replay; autograd is told that they changed."""
-    results: list[torch.Tensor | None] = []
-    targets = {id(fresh): target for fresh, target in odd}
-    for tensor in written:
-        target = targets.get(id(tensor))
-        if tensor is not None and target is not None:
-            with torch.no_grad():
-                target.copy_(tensor)
-            results.append(target)
-            continue
-        if tensor is not None and not tensor.is_inference():
-            torch.autograd.graph.increment_version(tensor)
-        results.append(tensor)
-    return results

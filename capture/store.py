@@ -29,6 +29,9 @@ from .spec import Signature
 __all__ = ["GraphStore", "Stored", "Variant"]
 
 
+_UNDECIDED = object()
+
+
 @dataclass(frozen=True, eq=False)
 class Stored:
     """A captured graph and what replays it."""
@@ -73,8 +76,9 @@ class Variant:
             sizes: the call's, in the grid's order, bounded as `within` says.
         """
         kind = tuple(map(bisect.bisect_left, steps, sizes))
-        if kind in self._found:
-            return self._found[kind]
+        known = self._found.get(kind, _UNDECIDED)
+        if known is not _UNDECIDED:
+            return known  # type: ignore[return-value]
         named = dict(zip(grid.names, sizes, strict=True))
         bucket = grid.choose(named)
         stored = self.graphs.get(bucket) if bucket is not None else None
@@ -255,11 +259,6 @@ class GraphStore:
         for name in list(self.variants):
             self.drop_variant(name)
         self.prune()
-
-    def settle(self) -> None:
-        """Waits until no replay is under way."""
-        for generation in self.generations:
-            generation.settle()
 
     def _drop(self, generation: Generation, keys: Sequence[GraphKey], *, release: bool = True) -> None:
         for key in keys:

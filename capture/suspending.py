@@ -17,8 +17,14 @@ from .spec import BucketSize, Constant
 
 __all__ = ["ALL", "resume", "suspend"]
 
-#: Every suspended variant, if there is one only.
-ALL = object()
+
+class _TheOnlyOne:
+    def __repr__(self) -> str:
+        return "the only one"
+
+
+#: The suspended variant, if there is one only.
+ALL = _TheOnlyOne()
 
 
 def suspend(core: Filler) -> None:

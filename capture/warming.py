@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -18,32 +17,16 @@ from .generation import Generation
 from .graph import OutputPlan
 from .layout import LeafLayout, example_for_bucket, sizes_of_leaves
 from .memory import give_memory_back, rehearsal
+from .modes import capturing, without_autocast_cache
 from .outputs import check_outputs, output_layout
 from .places import storage_key
 from .publishing import publish
 from .spec import BucketSize, Constant, Offsets, Rows
 from .state import StateSnapshot
 
-__all__ = ["CaptureOptions", "Warmer", "autocast_state", "is_capturing", "without_autocast_cache"]
+__all__ = ["CaptureOptions", "Warmer"]
 
 logger = logging.getLogger(__name__)
-
-# Set while this thread warms up or captures: a manager that is called meanwhile runs its function, which so
-# becomes part of the outer graph.
-_CAPTURING = threading.local()
-
-
-def autocast_state(device: torch.device) -> tuple[bool, torch.dtype | None]:
-    """Whether autocast is on for a device, and to which dtype."""
-    enabled = torch.is_autocast_enabled(device.type)
-    return enabled, torch.get_autocast_dtype(device.type) if enabled else None
-
-
-def is_capturing(on_cuda: bool) -> bool:
-    """Whether the caller is being warmed up or captured at this moment, by a manager or on its own."""
-    if getattr(_CAPTURING, "depth", 0):
-        return True
-    return on_cuda and torch._C._cuda_isCurrentStreamCapturing()
 
 
 @dataclass(frozen=True)
@@ -221,9 +204,9 @@ class Warmer:
         with self.on_capture_stream(), torch.no_grad(), without_autocast_cache():
             prepared = [self.views_and_values(bucket) for bucket in buckets]
             with rehearsal(self.device) as taken:
-                for rows, values in prepared:
+                for bucket, (rows, values) in zip(buckets, prepared, strict=True):
                     self.beginning(rows)()
-                    self.run(values)
+                    self.prepare_outputs(self.run(values), bucket)
                 return taken()
 
     def rehearse_one(self, values: Sequence[Any], begin: Callable[[], None]) -> int:
@@ -281,12 +264,8 @@ class Warmer:
     @contextlib.contextmanager
     def on_capture_stream(self) -> Iterator[None]:
         """Runs on the capture stream, alone on the device; managers called meanwhile run their functions."""
-        _CAPTURING.depth = getattr(_CAPTURING, "depth", 0) + 1
-        try:
-            with self._on_stream():
-                yield
-        finally:
-            _CAPTURING.depth -= 1
+        with capturing(), self._on_stream():
+            yield
 
     @contextlib.contextmanager
     def _on_stream(self) -> Iterator[None]:
@@ -330,14 +309,3 @@ def _sized_axis(layout: LeafLayout) -> int | None:
 def _same_bits(view: torch.Tensor, given: torch.Tensor) -> bool:
     expected = given.resolve_conj().resolve_neg().expand(view.shape).contiguous()
     return torch.equal(view.flatten().view(torch.uint8), expected.flatten().view(torch.uint8))
-
-
-@contextlib.contextmanager
-def without_autocast_cache() -> Iterator[None]:
-    """Autocast keeps cast weights for reuse; those made inside a capture live in its pool and must not leak."""
-    enabled = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(False)
-    try:
-        yield
-    finally:
-        torch.set_autocast_cache_enabled(enabled)

@@ -18,7 +18,8 @@ from prometheus_client.exposition import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from mmgraph.capture import Bucket, CallError, CaptureError, MissingPackageError, SpecError, metrics
-from mmgraph.capture.metrics import Histogram, HistogramSnapshot, ReplayTimer, prometheus_collector
+from mmgraph.capture.metrics import Histogram, HistogramSnapshot, ReplayTimer
+from mmgraph.capture.prometheus import prometheus_collector
 
 times = st.floats(1e-6, 30.0)
 

@@ -17,8 +17,9 @@ from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
 from mmgraph.capture import CaptureError, PaddingLeakError
+from mmgraph.capture.garbage import KINDS, garbage
 from mmgraph.capture.leak_trace import Pattern, RealRegion, _Digest, _trace, as_bits, first_leak
-from mmgraph.capture.proof import KINDS, PaddedInput, Proof, garbage, prove
+from mmgraph.capture.proof import PaddedInput, Proof, prove
 
 REAL, BUCKET, WIDTH = 5, 8, 6
 

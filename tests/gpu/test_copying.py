@@ -1,198 +1,195 @@
-"""Invariant: on CUDA, copies and fills of padding write what the plain forms do, without a wait or a late compile."""
+"""Invariant: on CUDA, a graph's own nodes move and fill what the plain forms do, without a wait or a late compile."""
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from call_kernels import (
+    check_fetch,
+    check_more_leaves_than_a_launch_takes,
+    check_publish,
+    check_runs_about_as_long_as_a_block,
+    check_stage,
+    publications,
+    record_of,
+    stagings,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mmgraph.capture import copying, launching
-from mmgraph.capture.copying import Copier, pieces_of, pieces_out
-from mmgraph.capture.errors import NotCapturableError
+from mmgraph.capture import launching, publishing
+from mmgraph.capture.copying import pieces_of
+from mmgraph.capture.errors import CaptureError, NotCapturableError
 from mmgraph.capture.padding import PadLeaf, fill_padding, fill_padding_reference, fill_pattern
+from mmgraph.capture.publishing import PublishLeaf
+from mmgraph.capture.ring import CallRing
 
 pytestmark = pytest.mark.cuda
 
 DEVICE = torch.device("cuda", 0)
-CPU = torch.device("cpu")
 DTYPES = (torch.bool, torch.bfloat16, torch.float8_e4m3fn, torch.float32, torch.int64, torch.complex128)
 
 
-@pytest.fixture
+@contextmanager
 def no_waiting() -> Iterator[None]:
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
-    yield
-    torch.cuda.set_sync_debug_mode("default")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def needs_free(gibibytes: int) -> None:
+    torch.cuda.empty_cache()
+    if torch.cuda.mem_get_info(DEVICE)[0] < gibibytes * 2**30:
+        pytest.skip(f"needs {gibibytes} GiB of free device memory")
 
 
 def random_bytes(size: int, rng: np.random.Generator) -> torch.Tensor:
     return torch.from_numpy(rng.integers(0, 256, size, dtype=np.uint8))
 
 
-def draw_layout(rng: np.random.Generator, number: int, largest: int) -> tuple[list[tuple[int, ...]], list[int]]:
-    """Pieces that don't overlap, by their places in one source and one destination, and the sizes of these."""
-    pieces, places = [], [0, 0]
-    for _ in range(number):
-        unit = int(rng.choice((1, 2, 4, 8, 16)))
-        inner = unit * int(rng.integers(0, rng.choice((3, 40, largest)) // unit + 2))
-        runs = int(rng.integers(0, 9))
-        pitches = [inner + unit * int(rng.integers(0, 4)) for _ in range(2)]
-        starts = []
-        for side in range(2):
-            starts.append(-(-places[side] // unit) * unit + unit * int(rng.integers(0, 3)))
-            places[side] = starts[side] + pitches[side] * runs + inner
-        pieces.append((*starts, inner, runs, *pitches))
-    return pieces, places
+def publish(generation: Any, leaves: list[PublishLeaf]) -> None:
+    generation.publish_leaves = lambda flat: leaves
+    publishing.publish(generation, [leaf.source for leaf in leaves], ())
 
 
-def placed(pieces: list[tuple[int, ...]], src: torch.Tensor, dst: torch.Tensor) -> list[copying.Piece]:
-    return [(src.data_ptr() + p[0], dst.data_ptr() + p[1], *p[2:]) for p in pieces]  # type: ignore[misc]
+@settings(max_examples=40)
+@given(st.sampled_from((20, 3000)).flatmap(lambda longest: stagings(most=20, longest=longest)))
+def test_inputs_of_every_alignment_are_staged_and_nothing_else(drawn: dict) -> None:
+    check_stage(drawn, DEVICE)
 
 
-@settings(max_examples=60)
-@given(st.integers(0, 40), st.sampled_from((300, 50_000)), st.integers(0, 2**20))
-def test_pieces_of_every_alignment_are_copied_and_nothing_else(number: int, largest: int, seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    pieces, (src_size, dst_size) = draw_layout(rng, number, largest)
-    src, dst = random_bytes(src_size + 64, rng), random_bytes(dst_size + 64, rng)
-    there, target = src.to(DEVICE), dst.to(DEVICE)
-    values = rng.integers(-(2**63), 2**63 - 1, 3).tolist()
-    counts, wanted = torch.full((5,), 77, device=DEVICE), torch.full((5,), 77)
-    Copier(DEVICE, counts[1:4], 3)(placed(pieces, there, target), values)
-    Copier(CPU, wanted[1:4], 3)(placed(pieces, src, dst), values)
-    assert torch.equal(target.cpu(), dst)
-    assert counts.tolist() == [77, *values, 77] == wanted.tolist()
+@settings(max_examples=40)
+@given(st.sampled_from((6, 30)).flatmap(lambda longest: publications(most=20, longest=longest)))
+def test_real_rows_are_published_and_nothing_else(drawn: dict) -> None:
+    check_publish(drawn, DEVICE)
 
 
-@settings(max_examples=60)
-@given(
-    st.sampled_from(DTYPES),
-    st.integers(0, 2),
-    st.sampled_from(("contiguous", "narrowed", "packed")),
-    st.integers(0, 9),
-    st.integers(0, 2**20),
-)
-def test_tensors_come_in_and_go_out(dtype: torch.dtype, axis: int, form: str, shift: int, seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    shape = [int(n) for n in rng.integers(1, 40, 3)]
-    rows = int(rng.integers(0, shape[axis] + 1))
-    sizes = [rows if i == axis else n for i, n in enumerate(shape)]
-    wide = [
-        n + 3 * ((i == axis and form == "narrowed") or (i == 2 and form == "packed"))
-        for i, n in enumerate(sizes)
-    ]
-    item = dtype.itemsize
-
-    def made(of: list[int]) -> torch.Tensor:
-        octets = random_bytes((shift + int(np.prod(of))) * item, rng).to(DEVICE)
-        octets = octets & 1 if dtype == torch.bool else octets
-        return octets[shift * item :].view(dtype).view(of)
-
-    view, src, result = made(shape), made(wide), made(sizes)
-    src = src.narrow(axis, 0, rows).narrow(2, 0, sizes[2])
-    into, out = pieces_of(src, view, axis), pieces_out(view, result, axis)
-    assert out is not None
-    assert (into is not None) or form == "packed"
-    copier = Copier(DEVICE, None, 0)
-    if into is None:
-        view.narrow(axis, 0, rows).copy_(src)
-    else:
-        copier([into])
-    copier([out])
-    assert torch.equal(as_bytes(result), as_bytes(src))
+@settings(max_examples=10)
+@given(stagings(longest=400), publications(longest=30))
+def test_few_programs_go_on_to_further_blocks(staged: dict, published: dict) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(publishing, "_BLOCK_BYTES", 256)
+        patch.setattr(publishing, "_MOST_PROGRAMS", 3)
+        check_stage(staged, DEVICE)
+        check_publish(published, DEVICE)
 
 
-def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device=DEVICE).copy_(tensor).view(-1).view(torch.uint8)
+def test_leaves_beyond_those_of_a_launch() -> None:
+    check_more_leaves_than_a_launch_takes(DEVICE)
 
 
-def test_offsets_beyond_two_gibibytes() -> None:
+def test_runs_about_as_long_as_a_block() -> None:
+    check_runs_about_as_long_as_a_block(DEVICE, publishing._BLOCK_BYTES)
+
+
+@pytest.mark.parametrize("width", [1, 5, 64])
+def test_the_next_slot_is_fetched(width: int) -> None:
+    check_fetch(width, 3, 7, DEVICE)
+
+
+def test_a_ring_goes_round_and_notices_a_launch_too_many() -> None:
+    record = torch.zeros(3, dtype=torch.int64, device=DEVICE)
+    ring, seen = CallRing(3, record), torch.zeros(3, dtype=torch.int64, device=DEVICE)
+    calls = 5000
+    for call in range(calls):
+        ring.write((call, call * call, -call))
+        ring.fetch()
+        ring.launched()
+        seen += record
+    total = calls * (calls - 1) // 2
+    assert seen.tolist() == [total, total * (2 * calls - 1) // 3, -total]
+    ring.fetch()
+    torch.cuda.synchronize()
+    with pytest.raises(CaptureError, match="another call"):
+        ring.write((0, 0, 0))
+
+
+def test_a_captured_graph_moves_what_each_call_says() -> None:
+    view, source = torch.zeros(40, 6, device=DEVICE), torch.randn(50, 18, device=DEVICE)
+    doubled = torch.zeros(40, 6, device=DEVICE)
+    generation = record_of([0] * 7, DEVICE)  # a size, the output's address, and the input's five numbers
+    ring, leaves = CallRing(7, generation.record), [PublishLeaf(doubled, 0, 1, 0, False, 1)]
+    fills = torch.tensor([fill_pattern(3.0, torch.float32)], device=DEVICE)
+
+    def nodes() -> None:
+        ring.fetch()
+        publishing.stage(generation, [(view, 2)])
+        fill_padding([PadLeaf(view, 0, 1, 0, 0, False)], generation.record, fills)
+        torch.mul(view, 2, out=doubled)
+        publish(generation, leaves)
+
+    ring.write([0] * 7)
+    nodes()  # compiles
+    ring.launched()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        nodes()
+    for rows in (7, 0, 40, 12):
+        part = source[3 : 3 + rows, 4:10]  # its rows lie apart
+        piece = pieces_of(part, view, 0)
+        assert piece is not None
+        result = torch.full((41, 6), -1.0, device=DEVICE)
+        with no_waiting():
+            ring.write([rows, result.data_ptr(), piece[0], *piece[2:]])
+            graph.replay()
+            ring.launched()
+        assert torch.equal(result[:rows], part * 2)
+        assert bool((result[rows:] == -1).all())
+        assert bool((view[rows:] == 3).all())
+
+
+def test_sources_beyond_two_gibibytes() -> None:
+    needs_free(8)
     size = 2**31 + 4096 + 48
     src = torch.zeros(size, dtype=torch.uint8, device=DEVICE)
     src[:1000] = 1
     src[2**31 - 500 :] = torch.arange(size - 2**31 + 500, device=DEVICE).to(torch.uint8)
-    copier = Copier(DEVICE, None, 0)
+    dst = torch.empty(size, dtype=torch.uint8, device=DEVICE)
     for shift in (0, 4, 1):
-        dst = torch.full((size,), 9, dtype=torch.uint8, device=DEVICE)
         part, target = src[shift : size - 16], dst[shift : size - 16]
-        piece = pieces_of(part, target, 0)
-        assert piece is not None
-        copier([piece])
+        dst.fill_(9)
+        numbers = [src.data_ptr() + shift, part.numel(), 1, 0, 0]
+        publishing.stage(record_of(numbers, DEVICE), [(target, 0)])
         assert torch.equal(part, target)
         assert bool((dst[:shift] == 9).all())
         assert bool((dst[size - 16 :] == 9).all())
-    dst = torch.full((3, 32), 9, dtype=torch.uint8, device=DEVICE)
-    copier([(src.data_ptr(), dst.data_ptr(), 16, 3, 2**30, 32)])  # runs far apart
-    assert torch.equal(dst[:, :16], torch.stack([src[i * 2**30 :][:16] for i in range(3)]))
-    assert bool((dst[:, 16:] == 9).all())
+        dst.fill_(9)
+        rows = part.numel() - 100
+        leaf = PublishLeaf(part, 0, 1, 0, False, 1)
+        publish(record_of([rows, target.data_ptr()], DEVICE), [leaf])
+        assert torch.equal(part[:rows], target[:rows])
+        assert bool((dst[:shift] == 9).all())
+        assert bool((target[rows:] == 9).all())
+    far = torch.full((3, 32), 9, dtype=torch.uint8, device=DEVICE)
+    publishing.stage(record_of([src.data_ptr(), 16, 3, 2**30, 32], DEVICE), [(far, 0)])
+    assert torch.equal(far[:, :16], torch.stack([src[i * 2**30 :][:16] for i in range(3)]))
+    assert bool((far[:, 16:] == 9).all())
 
 
-def test_nothing_compiles_after_prepare(monkeypatch: pytest.MonkeyPatch, no_waiting: None) -> None:
+def test_nothing_compiles_after_the_first_launch_of_a_structure(monkeypatch: pytest.MonkeyPatch) -> None:
     from triton import knobs
 
     compiled: list[object] = []
     monkeypatch.setattr(knobs.runtime, "jit_post_compile_hook", lambda **kwargs: compiled.append(kwargs["key"]))
-    counts = torch.zeros(11, dtype=torch.int64, device=DEVICE)  # so many that no other test has a variant
-    copier = Copier(DEVICE, counts, 11)
-    copier.prepare(20)
-    assert len(compiled) == 5
-    compiled.clear()
-    src, dst = (
-        torch.ones(2**16, dtype=torch.uint8, device=DEVICE),
-        torch.zeros(2**16, dtype=torch.uint8, device=DEVICE),
-    )
-    for number in (0, 1, 2, 3, 4, 5, 8, 9, 16, 17, 20):
-        for size in (1, 4, 16, 2048):
-            pieces = placed([(i * size, i * size, size, 1, size, size) for i in range(number)], src, dst)
-            copier(pieces, (1, 0, 16, 2**40, -1, *range(6)))
-            copier(pieces)
-    assert compiled == []
-    Copier(DEVICE, counts, 11).prepare(20)  # another one finds them
-    assert compiled == []
-
-
-def test_a_launch_goes_to_the_current_stream_and_can_be_captured() -> None:
-    src, dst = torch.arange(5000, device=DEVICE), torch.zeros(6000, dtype=torch.int64, device=DEVICE)
-    counts = torch.zeros(1, dtype=torch.int64, device=DEVICE)
-    copier = Copier(DEVICE, counts, 1)
-    copier.prepare(1)
-    piece = pieces_of(src, dst, 0)
-    assert piece is not None
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        copier([piece], (42,))
-    torch.cuda.synchronize()
-    assert int(counts) == 0
-    src += 1
-    graph.replay()
-    assert torch.equal(dst[:5000], src)
-    assert int(counts) == 42
-
-
-def test_a_profiler_is_told_of_launches(monkeypatch: pytest.MonkeyPatch) -> None:
-    from triton import knobs
-
-    told: list[str] = []
-    monkeypatch.setattr(
-        knobs.runtime, "launch_enter_hook", lambda metadata: told.append(metadata.get()["name"])
-    )
-    src, dst = torch.arange(64, device=DEVICE), torch.zeros(64, dtype=torch.int64, device=DEVICE)
-    piece = pieces_of(src, dst, 0)
-    assert piece is not None
-    Copier(DEVICE, None, 0)([piece])
-    assert torch.equal(src, dst)
-    assert told == ["copy_kernel"]
-
-
-def test_the_known_launcher_is_used() -> None:
-    copier = Copier(DEVICE, None, 0)
-    copier.prepare(32)
-    variants = [v for key, v in launching._variants.items() if key[3] == DEVICE]
-    assert variants
-    assert all(v._run is not None for v in variants) or torch.version.hip is not None
+    monkeypatch.setattr(publishing, "_BLOCK_BYTES", 2048)  # a structure that no other test has
+    memory = torch.zeros(2**16, dtype=torch.uint8, device=DEVICE)
+    calls = []
+    for size in (1, 4, 16, 2048, 3000):
+        for shift in (0, 1, 4, 16):
+            view, source = memory[shift : shift + size], memory[2**15 + shift : 2**15 + shift + size]
+            numbers = [size, view.data_ptr(), source.data_ptr(), size, 1, 0, 0]
+            calls.append((record_of(numbers, DEVICE), view, PublishLeaf(source, 0, 1, 0, False, 1)))
+    for number, (generation, view, leaf) in enumerate(calls):
+        with no_waiting():
+            publishing.stage(generation, [(view, 2)])
+            publish(generation, [leaf])
+        assert len(compiled) == 2, number
 
 
 def leaves_on(
@@ -255,10 +252,11 @@ def test_a_captured_fill_follows_the_counts(number: int, longest: int, seed: int
             assert torch.equal(room, target.cpu())
 
 
-def test_a_fill_waits_for_nothing(no_waiting: None) -> None:
+def test_a_fill_waits_for_nothing() -> None:
     view = torch.zeros(300, 64, device=DEVICE)
     counts, fills = torch.full((1,), 7, device=DEVICE), torch.zeros(1, 2, dtype=torch.int64, device=DEVICE)
-    fill_padding([PadLeaf(view, 0, 1, 0, 0, False)], counts, fills)
+    with no_waiting():
+        fill_padding([PadLeaf(view, 0, 1, 0, 0, False)], counts, fills)
 
 
 def test_a_capture_of_something_not_yet_compiled_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -266,8 +264,7 @@ def test_a_capture_of_something_not_yet_compiled_says_so(monkeypatch: pytest.Mon
     view = torch.zeros(30, 64, device=DEVICE)
     counts = torch.zeros(1, dtype=torch.int64, device=DEVICE)
     fills = torch.zeros(1, 2, dtype=torch.int64, device=DEVICE)
-    leaves = [PadLeaf(view, 0, 1, 0, 0, False)]
-    copier = Copier(DEVICE, None, 0)
+    leaves, generation = [PadLeaf(view, 0, 1, 0, 0, False)], record_of([0] * 5, DEVICE)
 
     def capture(function: Callable[[], None]) -> None:
         with torch.cuda.graph(torch.cuda.CUDAGraph()):
@@ -277,13 +274,14 @@ def test_a_capture_of_something_not_yet_compiled_says_so(monkeypatch: pytest.Mon
     with pytest.raises(NotCapturableError, match="compiled"):
         capture(lambda: fill_padding(leaves, counts, fills))
     with pytest.raises(NotCapturableError, match="compiled"):
-        capture(lambda: copier.prepare(2))
+        capture(lambda: publishing.stage(generation, [(view, 0)]))
     view.fill_(3)
     fill_padding(leaves, counts, fills)
     assert bool((view == 0).all())
 
 
 def test_padding_beyond_two_gibibytes() -> None:
+    needs_free(3)
     view = torch.full((2**21 + 8, 1024), 5, dtype=torch.uint8, device=DEVICE)
     counts = torch.full((1,), 2**21 + 3, device=DEVICE)
     fills = torch.tensor([fill_pattern(200, torch.uint8)], device=DEVICE)

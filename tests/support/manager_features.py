@@ -1,6 +1,8 @@
 """What a manager promises beside its plain call, as checks that run on any device: leases, variants, bounds, misses."""
 
+import copy
 import gc
+import pickle
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -10,8 +12,10 @@ import torch
 
 from mmgraph.capture import (
     Bucket,
+    BucketError,
     BucketGrid,
     CallError,
+    CaptureError,
     CaptureFailedError,
     CaptureManager,
     Choice,
@@ -93,7 +97,11 @@ def results_go_into_the_callers_tensors_and_autograd_is_told(device: Device) -> 
     assert (wide[:, 1::2] == 0).all()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         product.backward()
+    shared = torch.zeros(5, 2, device=device)
+    before = out["y"].clone()
     for bad, words in [
+        ({"y": shared, "z": [shared]}, "same memory"),
+        ({"y": shared, "z": [torch.zeros(2, device=device).expand(5, 2)]}, "expanded"),
         ({"y": torch.zeros(4, 2, device=device), "z": [wide[:, ::2]]}, "must be torch.float32"),
         ({"y": torch.zeros(5, 2, device=device).double(), "z": [wide[:, ::2]]}, "must be torch.float32"),
         ({"y": torch.zeros(5, 2, device=device, requires_grad=True), "z": [wide[:, ::2]]}, "gradient"),
@@ -102,6 +110,11 @@ def results_go_into_the_callers_tensors_and_autograd_is_told(device: Device) -> 
     ]:
         with pytest.raises(CallError, match=words):
             manager.into(bad, x=x)
+    assert torch.equal(out["y"], before)
+    half = {"y": torch.zeros(20, 2, device=device), "z": [torch.zeros(3, 2, device=device)]}
+    with pytest.raises(CallError, match=r"must be torch.float32 \[20, 2\]"):
+        manager.into(half, x=ramp(20, device))  # on a miss, too, all are looked at before one is written
+    assert (half["y"] == 0).all()
     big = {"y": torch.zeros(20, 2, device=device), "z": [torch.zeros(20, 2, device=device)]}
     assert manager.into(big, x=ramp(20, device))["y"] is big["y"]  # a miss
     assert torch.equal(big["y"], ramp(20, device) * 2)
@@ -154,6 +167,192 @@ class Switched(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x * (self.one if self.mode == "one" else self.two)
+
+
+@check
+def a_stage_is_undisturbed_within_its_block_and_over_after_it(device: Device) -> None:
+    manager, lazy = (
+        doubled(device),
+        CaptureManager(
+            lambda x: x + 5,
+            inputs={"x": rows("n")},
+            outputs=rows("n"),
+            buckets=BucketGrid(n=(4,)),
+            on_miss="capture",
+        ),
+    )
+    with manager.stage(n=3) as staged:
+        staged.inputs["x"].fill_(7.0)
+        for disturb in (
+            lambda: manager(x=ramp(3, device)),
+            lambda: manager.evict(Bucket(n=4)),
+            manager.close,
+            lambda: manager.precompile({"x": ramp(3, device)}, progress=False),
+            manager.suspend,
+            lambda: manager.stage(n=2).__enter__(),
+        ):
+            with pytest.raises(CaptureError, match=r"a stage|within a stage"):
+                disturb()
+        # Another manager may be called, but captures nothing: captures wait for each other, and they for this.
+        assert torch.equal(lazy(x=ramp(3, device)), ramp(3, device) + 5)
+        assert lazy.report().buckets == ()
+        assert (staged.replay()["y"] == 14).all()
+    with pytest.raises(CaptureError, match="over"):
+        staged.replay()
+    assert torch.equal(lazy(x=ramp(3, device)), ramp(3, device) + 5)
+    assert len(lazy.report().buckets) == 1
+    assert torch.equal(manager(x=ramp(3, device))["y"], ramp(3, device) * 2)
+
+
+@check
+def what_the_function_declares_to_write_is_cloned_on_a_miss(device: Device) -> None:
+    manager = CaptureManager(
+        lambda x: x.relu_() + 0, inputs={"x": rows("n")}, outputs=rows("n"), buckets=BucketGrid(n=(4,))
+    )
+    manager.precompile({"x": torch.ones(3, 2, device=device)}, progress=False)  # relu_ changes none of these
+    beyond = -torch.ones(9, 2, device=device)
+    assert (manager(x=beyond) == 0).all()
+    assert (beyond == -1).all()
+
+
+@check
+def what_is_watched_may_be_given_in_any_form(device: Device) -> None:
+    table = torch.ones(2, device=device)
+    module = torch.nn.Linear(2, 2, device=device)
+    for watch in (module, table, (m for m in [module, table]), {"table": table}, [module]):
+        manager = CaptureManager(
+            lambda x: x * table,
+            inputs={"x": rows("n")},
+            outputs=rows("n"),
+            buckets=BucketGrid(n=(4,)),
+            watch=watch,
+        )
+        counts = []
+        for _ in range(2):
+            manager.precompile({"x": ramp(3, device)}, progress=False)
+            counts.append(manager.report().watched)
+        assert counts[0] == counts[1] > 0
+    with pytest.raises(SpecError, match="watch"):
+        doubled(device, watch=3)
+
+
+@check
+def a_resume_that_fails_can_be_tried_again(device: Device) -> None:
+    fails = [False]
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        if fails[0]:
+            raise ValueError("not now")
+        return x * 2
+
+    manager = CaptureManager(function, inputs={"x": rows("n")}, outputs=rows("n"), buckets=BucketGrid(n=(4, 8)))
+    manager.precompile({"x": ramp(3, device)}, progress=False)
+    manager.suspend()
+    fails[0] = True
+    with pytest.raises(CaptureFailedError, match="not now"):
+        manager.resume()
+    fails[0] = False
+    assert manager.explain_call(x=ramp(3, device)).reason.startswith("suspended")
+    manager.resume()
+    assert torch.equal(manager(x=ramp(7, device)), ramp(7, device) * 2)
+    assert len(manager.report().buckets) == 2
+
+
+@check
+def a_capture_that_can_not_fit_evicts_nothing(device: Device) -> None:
+    small = CaptureManager(
+        lambda x: x * 2, inputs={"x": rows("n")}, outputs=rows("n"), buckets=BucketGrid(n=(4, 8, 1 << 22))
+    )
+    small.precompile({"x": ramp(3, device)}, progress=False, buckets=[Bucket(n=4), Bucket(n=8)])
+    report = small.report()
+    taken = report.static_bytes + report.pool_bytes + report.executable_bytes + report.workspace_bytes
+    manager = CaptureManager(
+        lambda x: x * 2,
+        inputs={"x": rows("n")},
+        outputs=rows("n"),
+        buckets=BucketGrid(n=(4, 8, 1 << 22)),
+        max_bytes=taken + (8 << 20),
+        on_miss="capture",
+    )
+    manager.precompile({"x": ramp(3, device)}, progress=False, buckets=[Bucket(n=4), Bucket(n=8)])
+    large = torch.ones(9, 2, device=device)
+    assert torch.equal(manager(x=large), large * 2)  # 1 << 22 rows alone are more than the bound
+    assert [b.bucket["n"] for b in manager.report().buckets] == [4, 8]
+    assert manager.explain_call(x=large).reason.startswith("capture failed")
+
+
+@check
+def managers_inside_captures_capture_nothing_and_say_nothing(device: Device) -> None:
+    for on_miss in ("capture", "error"):
+        inner = CaptureManager(
+            lambda x: x * 2,
+            inputs={"x": rows("n")},
+            outputs=rows("n"),
+            buckets=BucketGrid(n=(4,)),
+            on_miss=on_miss,
+        )
+        outer = CaptureManager(
+            lambda x, inner=inner: inner(x=x) + 1,
+            inputs={"x": rows("n")},
+            outputs=rows("n"),
+            buckets=BucketGrid(n=(4,)),
+        )
+        outer.precompile({"x": ramp(3, device)}, progress=False)
+        assert torch.equal(outer(x=ramp(3, device)), ramp(3, device) * 2 + 1)
+        assert inner.report().buckets == ()
+
+
+@check
+def a_function_can_not_take_its_own_graphs_away_while_they_are_captured(device: Device) -> None:
+    managers: list[CaptureManager] = []
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        if managers:
+            managers[0].evict(Bucket(n=8))
+        return x * 2
+
+    manager = CaptureManager(function, inputs={"x": rows("n")}, outputs=rows("n"), buckets=BucketGrid(n=(4, 8)))
+    managers.append(manager)
+    with pytest.raises(CaptureFailedError, match="within a capture"):
+        manager.precompile({"x": ramp(3, device)}, progress=False)
+    managers.clear()
+    manager.precompile({"x": ramp(3, device)}, progress=False)
+    assert torch.equal(manager(x=ramp(3, device)), ramp(3, device) * 2)
+
+
+@check
+def a_manager_can_not_be_copied_and_bad_names_are_told(device: Device) -> None:
+    manager = doubled(device)
+    for act in (lambda: copy.deepcopy(manager), lambda: copy.copy(manager), lambda: pickle.dumps(manager)):
+        with pytest.raises(CaptureError, match="can't be copied or pickled"):
+            act()
+    for act in (
+        lambda: manager(x=ramp(3, device), variant=[1]),
+        lambda: manager.precompile({"x": ramp(3, device)}, progress=False, variant={}),
+        lambda: manager.evict(Bucket(n=4), variant=[1]),
+        lambda: manager.predict_bytes(None),  # type: ignore[arg-type]
+    ):
+        with pytest.raises(CallError, match=r"hashable|must map"):
+            act()
+    assert manager.evict({"n": 4})  # type: ignore[arg-type]
+    named = CaptureManager(
+        lambda self, out: self + out,
+        inputs={"self": rows("n"), "out": rows("n")},
+        outputs=rows("n"),
+        buckets=BucketGrid(n=(4,)),
+    )
+    named.precompile({"self": ramp(3, device), "out": ramp(3, device)}, progress=False)
+    target = torch.zeros(2, 2, device=device)
+    named.into(target, self=ramp(2, device), out=ramp(2, device))
+    assert torch.equal(target, ramp(2, device) * 2)
+
+
+@check
+def another_default_device_changes_nothing(device: Device) -> None:
+    with torch.device("meta"):
+        manager = doubled(device, prove_padding=True)
+        x = ramp(3, device)
+        assert torch.equal(manager(x=x)["y"], x * 2)
 
 
 @check
@@ -248,6 +447,8 @@ def bounds_on_graphs_evict_the_one_used_least_recently(device: Device) -> None:
     )
     for n in (32, 8, 32, 16):
         assert torch.equal(manager(x=ramp(n, device)), ramp(n, device) * 2)
+    assert [b.bucket["n"] for b in manager.report().buckets] == [16, 32]  # 8 was used least recently
+    assert manager.report().evicted == 1
     with pytest.raises(SpecError, match="max_graphs is 2"):
         manager.precompile({"x": ramp(3, device)}, progress=False)
     assert manager.explain_call(x=ramp(5, device)).reason.startswith("not exact")
@@ -267,6 +468,7 @@ def evicting_one_graph_harms_no_other(device: Device) -> None:
     assert torch.equal(manager(x=ramp(3, device))["y"], before["y"])
     counted = manager.report()
     assert counted.real_rows == {"n": 3 + 3 + 6 + 12 + 3}
+    assert counted.padded_rows == {"n": 1 + 1 + 10 + 4 + 1}
     assert counted.hits == 5
 
 
@@ -305,6 +507,8 @@ def replaced_weights_raise_or_run_eagerly_or_are_captured_again(device: Device) 
                 with pytest.raises(StaleWeights, match=r"Linear\.weight") as caught:
                     manager(input=ramp(5, device))
                 assert caught.value.names == ("Linear.weight",)
+                with pytest.raises(StaleWeights, match="Linear"), manager.stage(n=3):
+                    pass
                 module.weight = old
                 assert torch.equal(manager(input=ramp(5, device)), ramp(5, device) * 2)
                 module.weight = torch.nn.Parameter(torch.eye(2, device=device) * 3, False)
@@ -343,6 +547,27 @@ def a_capture_on_demand_notices_what_was_replaced_unseen(device: Device) -> None
     module.weight.data = old
     assert torch.equal(manager(x=ramp(7, device)), ramp(7, device))
     assert manager.report().hits == 2
+
+
+@check
+def a_variant_is_not_captured_again_in_whatever_state_the_function_is(device: Device) -> None:
+    module = Switched().to(device).requires_grad_(False)
+    manager = CaptureManager(
+        module,
+        inputs={"x": rows("n")},
+        outputs=rows("n"),
+        buckets=BucketGrid(n=(4,)),
+        on_stale="recapture",
+    )
+    for mode in ("one", "two"):
+        module.mode = mode
+        manager.precompile({"x": ramp(3, device)}, progress=False, variant=mode)
+    module.one = torch.nn.Parameter(torch.full((2,), 7.0, device=device), False)
+    with pytest.raises(StaleWeights, match=r"Switched\.one"):
+        manager(x=ramp(3, device), variant="one")  # the module is in mode "two"
+    module.mode = "one"
+    manager.precompile({"x": ramp(3, device)}, progress=False, variant="one")
+    assert torch.equal(manager(x=ramp(3, device), variant="one"), ramp(3, device) * 7)
 
 
 @check
@@ -417,6 +642,11 @@ def inputs_of_any_layout_are_staged_as_they_are(device: Device) -> None:
                 ):
                     assert torch.equal(result, expected)
     assert manager.report().hits == 3 * 4 * 2
+    plain = doubled(device)
+    negated = (
+        torch.randn(3, 2, dtype=torch.complex64, device=device).conj().imag
+    )  # a view that is to be negated
+    assert torch.equal(plain(x=negated)["y"], negated * 2)
 
 
 @check
@@ -432,6 +662,24 @@ def a_policy_of_the_users_chooses_and_is_checked(device: Device) -> None:
     assert torch.equal(manager(x=ramp(3, device))["y"], ramp(3, device) * 2)
     with pytest.raises(SpecError, match="smallest"):
         doubled(device, policy="bogus")
+
+    class Elsewhere(Largest):
+        def choose(self, sizes: Any, holding: Any, every: Any) -> Any:
+            return answers.pop()
+
+    for answer in (None, Choice(Bucket(n=64)), Choice(None)):
+        answers = [answer]
+        lazy = CaptureManager(
+            lambda x: x * 2,
+            inputs={"x": rows("n")},
+            outputs=rows("n"),
+            buckets=BucketGrid(n=(4,)),
+            on_miss="capture",
+            policy=Elsewhere(),
+        )
+        with pytest.raises(BucketError, match="largest"):
+            lazy(x=ramp(3, device))
+        assert lazy.report().buckets == ()
     assert torch.equal(doubled(device, policy="cost_aware")(x=ramp(3, device))["y"], ramp(3, device) * 2)
 
 
