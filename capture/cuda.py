@@ -33,7 +33,7 @@ _ABANDONED: list[torch.cuda.CUDAGraph] = []
 
 
 class DevicePool:
-    """The memory pool that the graphs of one manager share, and a handle that outlives a failed capture."""
+    """The memory pool that graphs share, and a handle that outlives a failed capture."""
 
     def __init__(self) -> None:
         self.handle = torch.cuda.graph_pool_handle()

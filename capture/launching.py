@@ -13,15 +13,15 @@ import torch
 
 from .errors import NotCapturableError
 
-__all__ = ["STAND_IN", "Variant", "launch_constant", "variant_of"]
+__all__ = ["STAND_IN", "CompiledKernel", "launch_constant", "variant_of"]
 
 #: Compiles to a 64-bit integer that nothing is known of: beyond 32 bits, and no multiple of 16.
 STAND_IN = 2**33 + 1
 
-_variants: dict[tuple[Any, ...], Variant] = {}
+_variants: dict[tuple[Any, ...], CompiledKernel] = {}
 
 
-class Variant:
+class CompiledKernel:
     """A kernel compiled for one number of integers and loaded on one device.
 
     Args:
@@ -73,7 +73,7 @@ def variant_of(
     constants: tuple[int, ...],
     device: torch.device,
     num_warps: int = 4,
-) -> Variant:
+) -> CompiledKernel:
     """The variant of a kernel, compiled if this is its first use on the device.
 
     Args:
@@ -95,7 +95,7 @@ def variant_of(
                 f"its first use with so many pieces of memory on {device}, and nothing can be compiled while a graph "
                 "is being captured: run the function once outside a capture, on the same inputs"
             )
-        found = _variants[key] = Variant(kernel, stand_ins, constants, device, num_warps)
+        found = _variants[key] = CompiledKernel(kernel, stand_ins, constants, device, num_warps)
     return found
 
 

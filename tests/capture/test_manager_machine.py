@@ -7,4 +7,4 @@ from manager_machine import ManagerMachine
 pytestmark = pytest.mark.timeout(600)  # a failure is made small for up to five minutes
 
 TestManagerMachine = ManagerMachine.TestCase
-TestManagerMachine.settings = settings(max_examples=20, stateful_step_count=20)
+TestManagerMachine.settings = settings(max_examples=15, stateful_step_count=20)
