@@ -4,7 +4,7 @@
 
 Without PyTorch's caching allocator every tensor is an allocation of its own, so that a read past its end is seen.
 
-Covered are the kernels of assembly, of rotary positions (forward and backward), of the triton backend for long and for
+Covered are the kernels of a captured graph's own nodes, of assembly, of rotary positions (forward and backward), of the triton backend for long and for
 short sequences, of outputs' tails, and the one in front of cuDNN's attention, with wrong offsets too; with them run
 PyTorch's FlashAttention 2, forward and backward, and cuDNN's attention. Where ``flashinfer_cudnn`` isn't usable, its
 kernel is not run, which is printed. The kernels of fa3 and fa4 are not covered.
@@ -12,16 +12,20 @@ kernel is not run, which is printed. The kernels of fa3 and fa4 are not covered.
 
 import argparse
 import itertools
+import types
 
 import torch
 
 from mmgraph import ops
+from mmgraph.capture import padding, publishing
+from mmgraph.capture.ring import CallRing
 from mmgraph.ops.attention import cudnn_backend, triton_backend, windows
 from mmgraph.ops.attention.registry import Traits
 from mmgraph.ops.attention.windows import WindowBlocks
 from mmgraph.ops.attention.zero_tail import close_tail
 
 PARTS = (
+    "capture",
     "assembly",
     "rotary",
     "triton",
@@ -249,6 +253,27 @@ def rotary(heads: int, kv_heads: int, width: int, interleaved: bool, full: bool)
             raise SystemExit("a rotary op gave NaN")
 
 
+def capture_nodes(tokens: int, bucket: int, width: int, dtype: torch.dtype) -> None:
+    """A graph's own nodes, launched one by one: fetch, stage, fill, publish."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    record = torch.zeros(7, dtype=torch.int64, device=device)  # a size, a target, and an input's five numbers
+    x = torch.randn(tokens, width + 1, device=device).to(dtype)[:, :width]  # rows that lie apart
+    view, result = (torch.zeros(rows, width, dtype=dtype, device=device) for rows in (bucket, tokens))
+    size = x.element_size()
+    ring = CallRing(record.numel(), record)
+    pitch = (width + 1) * size
+    ring.write([tokens, result.data_ptr(), x.data_ptr(), width * size, tokens, pitch, width * size])
+    ring.fetch()
+    ring.launched()
+    publishing.stage(types.SimpleNamespace(record=record), [(view, 2)])  # type: ignore[arg-type]
+    fills = torch.tensor([padding.fill_pattern(3, dtype)], dtype=torch.int64, device=device)
+    padding.fill_padding([padding.PadLeaf(view, 0, 1, 0, 0, False)], record, fills)
+    leaf = publishing.PublishLeaf(view, 0, 1, 0, False, 1)
+    publishing._launch("publish_kernel", record, [leaf.numbers()], [view.numel() * size])
+    assert torch.equal(result, x)
+    assert (view[tokens:] == 3).all()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", default=PARTS, help=f"some of {', '.join(PARTS)}")
@@ -257,6 +282,11 @@ def main() -> None:
         raise SystemExit("this needs a GPU")
     ops.prepare_device("cuda")
     for part in parts:
+        if part == "capture":
+            for tokens, dtype in itertools.product((0, 1, 5, 63), (torch.int8, torch.bfloat16, torch.float32)):
+                for width in (1, 3, 8, 129):
+                    capture_nodes(tokens, 64, width, dtype)
+            continue
         if part == "assembly":
             for width, dtype in WIDTHS:
                 assembly(width, dtype)
