@@ -8,9 +8,9 @@ others belong to the module and are watched, but not read. All numbers are small
 Ways:
 
 - eager: the module itself.
-- manager: a call, with the default check of the weights. always: with check="always". lease, into: without the copy,
-  and into the caller's tensor. stage: nothing is copied in, and what was written before is replayed. varying: a cycle
-  of 64 calls of random sizes over 4 buckets.
+- manager: a call, with the default check of the weights. always: with check="always". lease, into: without an
+  allocation, and into the caller's tensor. stage: nothing is copied in, and what was written before is replayed.
+  varying: a cycle of 64 calls of random sizes over 4 buckets.
 - reduce-overhead: torch.compile's graphs, for this one shape. It fuses the chain, and its result is overwritten by the
   next call.
 - make_graphed_callables: PyTorch's, for this one shape. It takes tensors only, hands all parameters over at each call,

@@ -4,10 +4,10 @@
 
 Without PyTorch's caching allocator every tensor is an allocation of its own, so that a read past its end is seen.
 
-Covered are the kernels of a captured graph's own nodes, of assembly, of rotary positions (forward and backward), of the triton backend for long and for
-short sequences, of outputs' tails, and the one in front of cuDNN's attention, with wrong offsets too; with them run
-PyTorch's FlashAttention 2, forward and backward, and cuDNN's attention. Where ``flashinfer_cudnn`` isn't usable, its
-kernel is not run, which is printed. The kernels of fa3 and fa4 are not covered.
+Covered are the kernels of a captured graph's own nodes, of assembly, of rotary positions (forward and backward), of
+the triton backend for long and for short sequences, of outputs' tails, and the one in front of cuDNN's attention, with
+wrong offsets too; with them run PyTorch's FlashAttention 2, forward and backward, and cuDNN's attention. Where
+``flashinfer_cudnn`` isn't usable, its kernel is not run, which is printed. The kernels of fa3 and fa4 are not covered.
 """
 
 import argparse

@@ -171,8 +171,6 @@ PENDING = "Not measured yet."
 
 
 def replay(data: dict[str, Any]) -> str:
-    if "way" not in data["rows"][0]:
-        return PENDING  # of the benchmark that this one replaced
     ways = list(dict.fromkeys(row["way"] for row in data["rows"]))
     cases = list(dict.fromkeys((row["kernels"], row["parameters"]) for row in data["rows"]))
     found = {(row["kernels"], row["parameters"], row["way"]): row for row in data["rows"]}

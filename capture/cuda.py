@@ -71,7 +71,9 @@ class DeviceGraph:
                 fn()
                 graph.capture_end()
             except BaseException:
-                if began and not _close_failed_capture(graph, stream, pool):
+                if not began:  # the generator may count as captured all the same
+                    _abandon(graph, stream, pool)
+                if not (began and _close_failed_capture(graph, stream, pool)):
                     # The generator's own state still counts as captured. A copy of it doesn't; graphs that were
                     # captured before keep the old one, so that this comes last of all remedies.
                     generator.graphsafe_set_state(generator.clone_state())
@@ -130,13 +132,18 @@ def _close_failed_capture(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream
             logger.warning(
                 "a failed capture could not be closed in an orderly way (%s); its pool is given up", second
             )
-            _ABANDONED.append(graph)
-            with contextlib.suppress(RuntimeError):
-                cuda_drop_pool(stream.device, pool.handle)
-            pool.renew()
+            _abandon(graph, stream, pool)
             return False
     graph.reset()
     return True
+
+
+def _abandon(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream, pool: DevicePool) -> None:
+    """Gives up a capture that can't be ended, with its pool."""
+    _ABANDONED.append(graph)
+    with contextlib.suppress(RuntimeError):
+        cuda_drop_pool(stream.device, pool.handle)
+    pool.renew()
 
 
 def _end_capture(graph: torch.cuda.CUDAGraph) -> None:

@@ -155,11 +155,12 @@ class GraphStore:
             same = generation.layouts == tuple(layouts) and generation.device == device
             if same and generation.graphs and all(generation.holds(bucket) for bucket in buckets):
                 return generation
-        needed = static_bytes(layouts, buckets)
+        workspaces = max((generation.workspace_bytes for generation in self.generations), default=0)
+        needed = static_bytes(layouts, buckets) + workspaces
         if self.max_bytes is not None and needed > self.max_bytes:
             raise MemoryBoundError(
-                f"the static inputs of these buckets alone take {needed} bytes, and max_bytes is {self.max_bytes}: "
-                "capture smaller buckets, or raise max_bytes"
+                f"the static inputs and workspaces of these buckets alone take {needed} bytes, and max_bytes is "
+                f"{self.max_bytes}: capture smaller buckets, or raise max_bytes"
             )
         if self.max_bytes is not None:
             self._evict_for_bytes(needed, None)

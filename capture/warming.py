@@ -256,8 +256,12 @@ class Warmer:
 
     def make_ready(self) -> None:
         """Leaves the workspaces and the allocator as a capture wants them."""
-        if self.generation.lane is not None:
-            self.generation.lane.settle_workspaces()
+        generation = self.generation
+        if generation.lane is not None:
+            if generation.pool is not None and not generation.graphs:
+                # PyTorch takes no capture into a pool whose graphs are all gone, evicted for this one or failed.
+                generation.pool.renew()
+            generation.lane.settle_workspaces()
             # What warm-up left in the allocator's cache may be needed for the graph's pool.
             give_memory_back()
 

@@ -142,3 +142,21 @@ def test_predicted_bytes_are_what_a_capture_takes() -> None:
         report = manager.precompile(example, progress=False).report()
         assert predicted is not None
         assert abs(predicted / (report.static_bytes + report.pool_bytes) - 1) <= 0.15
+
+
+def test_a_graph_is_captured_in_the_place_of_the_only_one_of_its_pool() -> None:
+    """PyTorch refuses a pool whose graphs are all gone, and leaves the generator in a capture then."""
+    manager = CaptureManager(
+        lambda x: torch.nn.functional.dropout(x, 0.5),
+        inputs={"x": rows("n")},
+        outputs=rows("n"),
+        buckets=BucketGrid(n=(4, 8)),
+        on_miss="capture",
+        max_graphs=1,
+    )
+    for n in (7, 3, 8, 2):
+        for variant in (None, "b"):
+            assert manager(x=ramp(n, DEVICE), variant=variant).shape == (n, 2)
+    torch.rand(2, device=DEVICE)
+    report = manager.report()
+    assert (report.hits, report.misses) == (8, {})

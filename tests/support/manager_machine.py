@@ -271,6 +271,8 @@ class ManagerMachine(RuleBasedStateMachine):
         if self.model.failure is not None:
             return
         captures = "capture" in (options["on_miss"], options["on_stale"][2:])
+        if captures and self.device == "cuda":
+            return  # PyTorch lets no thread draw from the default generator while another captures
         errors: list[BaseException] = []
         results: list[tuple[Plan, dict[str, Any]]] = []
         counts = Counter[str]()
