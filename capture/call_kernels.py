@@ -21,18 +21,20 @@ def fetch_kernel(
 
     The host is told last, and never writes within half a ring of what it knows to be read.
     """
-    count_ptr = count_at.to(tl.pointer_type(tl.int64))
+    count_ptr = count_at.to(tl.int64).to(tl.pointer_type(tl.int64))
     number = tl.load(count_ptr)
     lanes = tl.arange(0, LANES)
-    slot = slots_at.to(tl.pointer_type(tl.int64)) + (number % SLOTS) * (WIDTH + 1)
+    slot = slots_at.to(tl.int64).to(tl.pointer_type(tl.int64)) + (number % SLOTS) * (WIDTH + 1)
     values = tl.load(slot + lanes, mask=lanes < WIDTH, volatile=True)
     written = tl.load(slot + WIDTH, volatile=True)
     # Of another call: nothing comes from anywhere, nor goes anywhere.
     values = tl.where(written == number, values, 0)
-    tl.store(record_at.to(tl.pointer_type(tl.int64)) + lanes, values, mask=lanes < WIDTH)
+    tl.store(record_at.to(tl.int64).to(tl.pointer_type(tl.int64)) + lanes, values, mask=lanes < WIDTH)
     tl.debug_barrier()
     tl.store(count_ptr, number + 1)
-    tl.store(read_at.to(tl.pointer_type(tl.int64)), tl.where(written == number, number + 1, 1 << 62))
+    tl.store(
+        read_at.to(tl.int64).to(tl.pointer_type(tl.int64)), tl.where(written == number, number + 1, 1 << 62)
+    )
 
 
 @triton.jit
@@ -87,7 +89,7 @@ def stage_kernel(record_at, leaves, ends, LEAVES: tl.constexpr, BLOCK_BYTES: tl.
         at = tl.where(behind, leaves[i][1], at)
         first = tl.where(behind, ends[i - 1], first)
         last = tl.where(behind, ends[i], last)
-    numbers = record_at.to(tl.pointer_type(tl.int64)) + at
+    numbers = record_at.to(tl.int64).to(tl.pointer_type(tl.int64)) + at
     src, inner, runs = tl.load(numbers), tl.load(numbers + 1), tl.load(numbers + 2)
     src_pitch, dst_pitch = tl.load(numbers + 3), tl.load(numbers + 4)
     blocks = tl.cdiv(inner * runs, BLOCK_BYTES)
@@ -178,7 +180,7 @@ def fill_kernel(
         fill = tl.where(behind, leaves[i][6], fill)
     rank = program - begin
     programs = end - begin
-    real = tl.maximum(tl.load(counts_at.to(tl.pointer_type(tl.int64)) + count), 0)
+    real = tl.maximum(tl.load(counts_at.to(tl.int64).to(tl.pointer_type(tl.int64)) + count), 0)
     if fill < 0:
         if real + 1 < rows:
             if row_bytes == 8:
@@ -188,7 +190,7 @@ def fill_kernel(
     else:
         real = real // per
         if real < rows:
-            words_ptr = fills_at.to(tl.pointer_type(tl.int64)) + fill * 2
+            words_ptr = fills_at.to(tl.int64).to(tl.pointer_type(tl.int64)) + fill * 2
             even, odd = tl.load(words_ptr), tl.load(words_ptr + 1)
             first, slab = real * row_bytes, rows * row_bytes
             bits = view | row_bytes
@@ -225,7 +227,7 @@ def publish_kernel(record_at, leaves, ends, LEAVES: tl.constexpr, BLOCK_BYTES: t
         target_at = tl.where(behind, leaves[i][7], target_at)
         first = tl.where(behind, ends[i - 1], first)
         last = tl.where(behind, ends[i], last)
-    record_ptr = record_at.to(tl.pointer_type(tl.int64))
+    record_ptr = record_at.to(tl.int64).to(tl.pointer_type(tl.int64))
     target = tl.load(record_ptr + target_at)
     rows = room
     if count >= 0:
