@@ -643,10 +643,13 @@ def inputs_of_any_layout_are_staged_as_they_are(device: Device) -> None:
                     assert torch.equal(result, expected)
     assert manager.report().hits == 3 * 4 * 2
     plain = doubled(device)
-    negated = (
-        torch.randn(3, 2, dtype=torch.complex64, device=device).conj().imag
-    )  # a view that is to be negated
-    assert torch.equal(plain(x=negated)["y"], negated * 2)
+    imaginary = torch.randn(3, 2, dtype=torch.complex64, device=device).conj().imag
+    for negated in (
+        imaginary,
+        torch._neg_view(torch.randn(3, 2, device=device)),
+    ):  # views that are to be negated
+        assert negated.is_neg()
+        assert torch.equal(plain(x=negated)["y"], negated * 2)
 
 
 @check
