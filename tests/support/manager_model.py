@@ -226,7 +226,8 @@ class Model:
             return Outcome(reason="suspended")
         state = self.variants.get(variant)
         if state is None:
-            return Outcome(reason="not precompiled")
+            failed = (variant, GRID.choose(sizes)) in self.failed
+            return Outcome(reason="capture failed" if failed else "not precompiled")
         if mode is not None and mode != state.mode:
             return Outcome(reason="constant changed")
         if GRID.choose(sizes) is None:
