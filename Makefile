@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.t
 EDITABLE := --config-settings editable_mode=compat -e
 # Arguments for the command, such as: make run ARGS="--json out.json"
 ARGS ?=
-PYTEST_ARGS ?= -n 2
+PYTEST_ARGS ?= -n 2 --dist worksteal
 
 .DEFAULT_GOAL := help
 .PHONY: help run test lint types docs clean
