@@ -253,10 +253,12 @@ def test_a_captured_fill_follows_the_counts(number: int, longest: int, seed: int
 
 
 def test_a_fill_waits_for_nothing() -> None:
-    view = torch.zeros(300, 64, device=DEVICE)
+    view = torch.ones(300, 64, device=DEVICE)
     counts, fills = torch.full((1,), 7, device=DEVICE), torch.zeros(1, 2, dtype=torch.int64, device=DEVICE)
     with no_waiting():
         fill_padding([PadLeaf(view, 0, 1, 0, 0, False)], counts, fills)
+    assert (view[:7] == 1).all()
+    assert (view[7:] == 0).all()
 
 
 def test_a_capture_of_something_not_yet_compiled_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
