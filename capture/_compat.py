@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -20,6 +21,7 @@ __all__ = [
     "cuda_is_capturing",
     "cuda_memset",
     "cuda_new_stream",
+    "cuda_pool_segments",
     "cuda_raw_stream",
     "graph_break_reasons",
     "metadata_check",
@@ -103,6 +105,36 @@ def cuda_memset(address: int, byte: int, count: int, stream: torch.cuda.Stream) 
     )
     if status != 0:
         raise RuntimeError(f"cuMemsetD8Async failed with CUresult {status}")
+
+
+class _OwnNumber(int):
+    """A number that is no other's object, unlike Python's small numbers."""
+
+
+def _reference_counts(values: Sequence[Any]) -> list[int]:
+    return [sys.getrefcount(value) for value in values]
+
+
+def cuda_pool_segments(pool: Any) -> list[dict[str, Any]]:
+    """What `torch.cuda.memory_snapshot` says of one pool, without its damage. Waits for nothing.
+
+    PyTorch 2.11 takes a reference from each number that it is asked with. Python's numbers above 256 are counted: from
+    the 257th pool on, the pool's own number would be freed under whoever holds it, and some later line of Python would
+    end the process. So it is asked with numbers that only this function holds, and what it took is given back.
+
+    Args:
+        pool: from `torch.cuda.graph_pool_handle`.
+    """
+    numbers = [_OwnNumber(part) for part in pool]
+    spare = [list(numbers) for _ in range(4)]
+    before = _reference_counts(numbers)
+    segments = list(torch.cuda.memory.memory_snapshot(mempool_id=tuple(numbers), include_traces=False))
+    missing = [was - now for was, now in zip(before, _reference_counts(numbers), strict=True)]
+    for number, count in zip(numbers, missing, strict=True):
+        for _ in range(count):
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(number))
+    del spare
+    return segments
 
 
 def cuda_drop_pool(device: torch.device, pool: Any) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ._compat import cuda_allocating_in, cuda_memset
+from ._compat import cuda_allocating_in, cuda_memset, cuda_pool_segments
 
 __all__ = ["free_bytes", "give_memory_back", "poison_pool", "pool_bytes", "rehearsal", "used_bytes"]
 
@@ -16,13 +16,9 @@ __all__ = ["free_bytes", "give_memory_back", "poison_pool", "pool_bytes", "rehea
 _ALL_ONES = 0xFF
 
 
-def _segments(handle: Any) -> list[dict[str, Any]]:
-    return list(torch.cuda.memory.memory_snapshot(mempool_id=handle, include_traces=False))
-
-
 def pool_bytes(handle: Any) -> int:
     """Bytes of device memory that a graph pool holds, in use or not. Waits for nothing."""
-    return sum(int(segment["total_size"]) for segment in _segments(handle))
+    return sum(int(segment["total_size"]) for segment in cuda_pool_segments(handle))
 
 
 @contextlib.contextmanager
@@ -51,7 +47,7 @@ def free_bytes(device: torch.device) -> int:
 
 def used_bytes(handle: Any) -> int:
     """Bytes of a pool that somebody uses, or has only just freed. Waits for nothing."""
-    blocks = (block for segment in _segments(handle) for block in segment["blocks"])
+    blocks = (block for segment in cuda_pool_segments(handle) for block in segment["blocks"])
     return sum(int(block["size"]) for block in blocks if block["state"] != "inactive")
 
 
@@ -69,7 +65,7 @@ def poison_pool(handle: Any, stream: torch.cuda.Stream) -> int:
         The number of bytes written.
     """
     written = 0
-    for segment in _segments(handle):
+    for segment in cuda_pool_segments(handle):
         for block in segment["blocks"]:
             if block["state"] == "inactive":
                 cuda_memset(int(block["address"]), _ALL_ONES, int(block["size"]), stream)

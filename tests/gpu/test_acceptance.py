@@ -23,6 +23,7 @@ from mmgraph.capture import (
     VerificationError,
     rows,
 )
+from mmgraph.capture.memory import pool_bytes
 
 pytestmark = pytest.mark.cuda
 
@@ -612,3 +613,15 @@ def finish(processes: list[subprocess.Popen[str]]) -> None:
     for process, output in zip(processes, outputs, strict=True):
         assert process.returncode == 0, output
         assert output.rstrip().endswith("done"), output
+
+
+def test_pools_whose_numbers_python_counts_keep_them() -> None:
+    """PyTorch's snapshot of a pool takes references that aren't its own; numbers above 256 would be freed by it."""
+    handle = torch.cuda.graph_pool_handle()
+    while handle[1] <= 256:
+        handle = torch.cuda.graph_pool_handle()
+    before = sys.getrefcount(handle[1])
+    for _ in range(20):
+        pool_bytes(handle)
+    after = sys.getrefcount(handle[1])
+    assert after == before
