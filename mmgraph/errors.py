@@ -1,6 +1,7 @@
 """Every error that mmgraph raises on purpose, in one place.
 
-The data model, the plan and the embedder raise subclasses of `MultimodalError`. ``mmgraph.ops`` and
+The data model, the plan and the embedder raise subclasses of `MultimodalError`, the encoder attention subclasses of
+`EncoderAttentionError`. ``mmgraph.ops`` and
 ``mmgraph.capture`` own their errors; this module hands those out too, imported at first use, so that importing
 the data model stays cheap.
 """
@@ -123,6 +124,34 @@ class PoolCaptureError(PoolStateError):
 
 class PoolCopyError(PoolError, TypeError):
     """A pool or a lease was to be copied or pickled."""
+
+
+class TowerError(MultimodalError, ValueError):
+    """A tower was given items, grids or options that it can't take."""
+
+
+class GridError(TowerError):
+    """Grids of patches are malformed, or lie where reading them would wait for a device."""
+
+
+class UnsupportedModelError(TowerError):
+    """A model, or a part of it, that an integration doesn't know how to make faster."""
+
+
+class EncoderAttentionError(ValueError):
+    """An encoder attention can't be made as asked, or a call's lengths or positions don't fit it.
+
+    No `MultimodalError`: it blames no request, and torch.compile traces no exception with an ``__init__`` of its own,
+    so that a compiled call would not say what is wrong.
+    """
+
+
+class EncoderCaptureError(EncoderAttentionError):
+    """A call inside a capture or a traced graph would have to read, convert or move a tensor."""
+
+
+class EncoderCheckpointError(EncoderAttentionError):
+    """A checkpoint's projections don't fit an encoder attention."""
 
 
 def __getattr__(name: str) -> Any:

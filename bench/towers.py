@@ -1,0 +1,433 @@
+"""Vision towers, pixels to merged rows: transformers eager, with FA3, with graphs and compiled, and mmgraph, in one run.
+
+Random weights of the real architectures (Qwen3-VL-8B and Qwen2.5-VL-7B), bfloat16, pixels on the device, grids where each
+way wants them. Ways:
+
+- eager: transformers, with PyTorch's attention. eager + fa3: with FlashAttention 3 (the ``fa3`` backend of mmgraph.ops
+  called straight from transformers' registry).
+- graph + fa3: that, captured by hand for this one shape, metadata made beforehand.
+- reduce-overhead + fa3, compiled graph + fa3: torch.compile's own graphs, and a graph by hand around what it compiled; for
+  this one shape, and only where ``--compile`` names the row.
+- accelerated: ``mmgraph.integrations.transformers.accelerate``, called as transformers calls a tower.
+- encoder: `CapturedEncoder` over items, as a serving loop calls it. Its buckets are those of all rows together, so that no
+  row has one of just its size but by chance. uncaptured: the same, without graphs.
+
+Times are wall times of a call in ms, from the call until the device is done, median of many. "cold" is what the first call
+of a way took with all that it needs (compiling, capturing), and "new shape" what the first call of another size did.
+"error" is the largest difference to float32 relative to transformers' own in bfloat16.
+
+    PYTHONPATH=. python bench/towers.py --out bench/results/<gpu>/towers.json
+"""
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from measure import environment, show, write
+
+from mmgraph import ops
+from mmgraph.capture import BucketGrid, CapturedEncoder
+from mmgraph.integrations.transformers import accelerate
+from mmgraph.integrations.transformers.packed_families import parts_of
+from mmgraph.towers.grids import Grid
+from mmgraph.towers.items import PatchItem
+from mmgraph.towers.packed import PackedTower
+
+# Sixteen sizes of photos, in patches of 16 pixels: 10976 patches.
+MIXED: tuple[tuple[int, int], ...] = (
+    (28, 28), (28, 28), (20, 20), (40, 30), (30, 40), (16, 24), (24, 16), (36, 20),
+    (20, 36), (48, 20), (20, 20), (32, 32), (14, 20), (40, 24), (18, 26), (22, 14),
+)  # fmt: skip
+
+GOALS = {
+    ("qwen3-vl-8b", "1 x 448 px"): 2.6,
+    ("qwen3-vl-8b", "4 x 448 px"): 8.5,
+    ("qwen3-vl-8b", "1 x 1024 px"): 13.5,
+    ("qwen3-vl-8b", "8 x 1024 px"): 100.0,
+    ("qwen3-vl-8b", "16 mixed"): 26.0,
+    ("qwen2.5-vl-7b", "1 x 448 px"): 4.0,
+    ("qwen2.5-vl-7b", "4 x 448 px"): 12.0,
+    ("qwen2.5-vl-7b", "1 x 1024 px"): 16.0,
+    ("qwen2.5-vl-7b", "8 x 1024 px"): 115.0,
+}
+
+
+@dataclass(frozen=True)
+class Tower:
+    """A tower of random weights and what is asked of it."""
+
+    name: str
+    visual: Any
+    rows: dict[str, tuple[Grid, ...]]
+
+
+def square(pixels: int, patch: int, merge: int = 2) -> Grid:
+    """The grid that a processor makes of a square image: multiples of a merge block."""
+    side = round(pixels / (patch * merge)) * merge
+    return (1, side, side)
+
+
+def qwen3(device: torch.device, layers: int) -> Tower:
+    from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionConfig
+    from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
+
+    config = Qwen3VLVisionConfig(
+        depth=layers, hidden_size=1152, num_heads=16, intermediate_size=4304, patch_size=16, out_hidden_size=4096,
+        num_position_embeddings=2304, deepstack_visual_indexes=[i for i in (8, 16, 24) if i < layers],
+    )  # fmt: skip
+    small, large = square(448, 16), square(1024, 16)
+    mixed = tuple((1, h, w) for h, w in MIXED)
+    rows = {
+        "1 x 448 px": (small,),
+        "4 x 448 px": (small,) * 4,
+        "1 x 1024 px": (large,),
+        "8 x 1024 px": (large,) * 8,
+        "16 mixed": mixed,
+    }
+    return Tower("qwen3-vl-8b", made(Qwen3VLVisionModel, config, device), rows)
+
+
+def qwen2_5(device: torch.device, layers: int) -> Tower:
+    from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVisionConfig
+    from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTransformerPretrainedModel
+
+    config = Qwen2_5_VLVisionConfig(
+        depth=layers, hidden_size=1280, num_heads=16, intermediate_size=3420, patch_size=14, out_hidden_size=3584,
+        window_size=112, fullatt_block_indexes=[i for i in (7, 15, 23, 31) if i < layers],
+    )  # fmt: skip
+    small, large = square(448, 14), square(1024, 14)
+    rows = {
+        "1 x 448 px": (small,),
+        "4 x 448 px": (small,) * 4,
+        "1 x 1024 px": (large,),
+        "8 x 1024 px": (large,) * 8,
+    }
+    visual = made(Qwen2_5_VisionTransformerPretrainedModel, config, device)
+    return Tower("qwen2.5-vl-7b", visual, rows)
+
+
+def made(kind: Any, config: Any, device: torch.device) -> Any:
+    """A model of random weights: small ones, so that its values stay in bfloat16's range, and no weight is trivial."""
+    torch.manual_seed(0)
+    config._attn_implementation = "sdpa"
+    with torch.device(device):
+        visual = kind(config)
+    for parameter in visual.parameters():
+        if parameter.ndim > 1:
+            torch.nn.init.normal_(parameter, std=parameter[0].numel() ** -0.5)
+        else:
+            parameter.data.add_(torch.randn_like(parameter) * 0.02)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    return visual.to(dtype).eval().requires_grad_(False)
+
+
+def pixels(visual: Any, grids: Sequence[Grid], seed: int = 0) -> torch.Tensor:
+    weight = visual.patch_embed.proj.weight
+    generator = torch.Generator(weight.device).manual_seed(seed)
+    count = sum(t * h * w for t, h, w in grids)
+    return torch.randn(
+        count, weight[0].numel(), device=weight.device, generator=generator, dtype=torch.float32
+    ).to(weight.dtype)
+
+
+def wall_ms(call: Callable[[], Any], device: torch.device, seconds: float = 1.0) -> float:
+    """Median wall time of a call and the wait for it."""
+
+    def once() -> float:
+        start = time.perf_counter()
+        call()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return time.perf_counter() - start
+
+    first = max(once() for _ in range(2))
+    runs = max(5, min(200, int(seconds / max(first, 1e-4))))
+    return statistics.median(once() for _ in range(runs)) * 1e3
+
+
+def timed(call: Callable[[], Any], device: torch.device) -> tuple[float, Any]:
+    """Seconds of one call and the wait for it, and its result."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    start = time.perf_counter()
+    result = call()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - start, result
+
+
+def fa3_name() -> str:
+    """Registers FlashAttention 3, called directly, under a name that transformers gives sequence boundaries to."""
+    from transformers import AttentionInterface
+
+    def forward(
+        module: Any, query: Any, key: Any, value: Any, attention_mask: Any = None, scaling: Any = None,
+        cu_seq_lens_q: Any = None, max_length_q: Any = None, **kwargs: Any,
+    ) -> tuple[torch.Tensor, None]:  # fmt: skip
+        q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
+        out = ops.varlen_attention(q, k, v, cu_seq_lens_q, int(max_length_q), scale=scaling, backend="fa3")
+        return out[None], None
+
+    AttentionInterface.register("bench_flash_fa3", forward)
+    return "bench_flash_fa3"
+
+
+def metadata(visual: Any, grid_thw: torch.Tensor) -> dict[str, Any]:
+    """What transformers' tower takes precomputed, made by its own helpers."""
+    from transformers import vision_utils as helpers
+
+    made: dict[str, Any] = {
+        "position_ids": helpers.get_vision_position_ids(grid_thw, visual.spatial_merge_size)
+    }
+    made["cu_seqlens"] = helpers.get_vision_cu_seqlens(grid_thw)
+    made["max_seqlen"] = int((made["cu_seqlens"][1:] - made["cu_seqlens"][:-1]).max())
+    if hasattr(visual, "pos_embed"):
+        made["interp_indices"], made["interp_weights"] = helpers.get_vision_interpolation_indices_and_weights(
+            grid_thw,
+            num_grid_per_side=visual.num_grid_per_side,
+            mode=visual.interpolation_mode,
+            align_corners=visual.interpolation_align_corners,
+            spatial_merge_size=visual.spatial_merge_size,
+        )
+    if hasattr(visual, "window_size"):
+        index, cu = helpers.get_vision_window_index(
+            grid_thw, visual.spatial_merge_size, visual.window_size, visual.patch_size
+        )
+        made |= {"window_index": index.to(grid_thw.device), "cu_window_seqlens": cu}
+        made["max_window_seqlen"] = int((cu[1:] - cu[:-1]).max())
+    return made
+
+
+class Peers:
+    """transformers' own ways on one call."""
+
+    def __init__(self, visual: Any, grids: Sequence[Grid], device: torch.device) -> None:
+        self.visual, self.device = visual, device
+        self.patches = pixels(visual, grids)
+        self.grid_thw = torch.tensor(grids, device=device)
+
+    def eager(self) -> Any:
+        return self.visual(self.patches, self.grid_thw).pooler_output
+
+    def by_hand(self, forward: Callable[..., Any]) -> Callable[[], Any]:
+        """A captured call of a forward with precomputed metadata."""
+        given = metadata(self.visual, self.grid_thw)
+
+        def call() -> Any:
+            return forward(self.patches, self.grid_thw, **dict(given)).pooler_output
+
+        stream = torch.cuda.Stream(self.device)
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(stream):
+            for _ in range(3):
+                call()
+        torch.cuda.current_stream(self.device).wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            kept = call()
+        return lambda: (graph.replay(), kept)[1]
+
+    def reduce_overhead(self) -> Callable[[], Any]:
+        given = metadata(self.visual, self.grid_thw)
+        compiled = torch.compile(self.visual, mode="reduce-overhead", dynamic=False)
+        return lambda: compiled(self.patches, self.grid_thw, **dict(given)).pooler_output
+
+
+def relative_error(result: torch.Tensor, exact: torch.Tensor) -> float:
+    return float((result.float() - exact.float()).norm() / exact.float().norm())
+
+
+def peer_times(tower: Tower, compiled: Sequence[str], device: torch.device) -> dict[str, dict[str, Any]]:
+    """For each row the peers' times, and the errors of eager bfloat16."""
+    visual, found = tower.visual, {}
+    cuda = device.type == "cuda"
+    for row, grids in tower.rows.items():
+        peers = Peers(visual, grids, device)
+        times: dict[str, Any] = {}
+        visual.config._attn_implementation_internal = "sdpa"
+        times["eager"] = wall_ms(peers.eager, device)
+        if cuda:
+            visual.config._attn_implementation_internal = fa3_name()
+            times["eager + fa3"] = wall_ms(peers.eager, device)
+            call = peers.by_hand(visual)
+            times["graph + fa3"] = wall_ms(call, device)
+            del call
+            if f"{tower.name}/{row}" in compiled:
+                torch._dynamo.reset()
+                seconds, call = timed(lambda p=peers: _warmed(p.reduce_overhead()), device)
+                times["reduce-overhead + fa3 cold s"] = seconds
+                times["reduce-overhead + fa3"] = wall_ms(call, device)
+                del call
+                torch._dynamo.reset()
+                seconds, call = timed(lambda p=peers: p.by_hand(torch.compile(visual, dynamic=False)), device)
+                times["compiled graph + fa3 cold s"] = seconds
+                times["compiled graph + fa3"] = wall_ms(call, device)
+                del call
+        found[row] = times
+        torch._dynamo.reset()
+        if cuda:
+            torch.cuda.empty_cache()
+    visual.config._attn_implementation_internal = "sdpa"
+    return found
+
+
+def _warmed(call: Callable[[], Any]) -> Callable[[], Any]:
+    for _ in range(3):
+        call()
+    return call
+
+
+def buckets_for(tower: Tower, packed: PackedTower) -> BucketGrid:
+    """Buckets that a server would take which knows nothing of the rows but the largest: an eighth of a doubling apart."""
+    largest = max(sum(t * h * w for t, h, w in grids) for grids in tower.rows.values())
+    from mmgraph.integrations.transformers.packed_site import packed_grid
+
+    return packed_grid(largest, packed, smallest=512, steps=8)
+
+
+def our_times(tower: Tower, device: torch.device) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
+    """For each row our times, and what the capture cost."""
+    visual = tower.visual
+    found: dict[str, dict[str, Any]] = {}
+    exact = {row: exact_rows(tower, grids) for row, grids in list(tower.rows.items())[:1]}
+    own = {row: Peers(visual, tower.rows[row], device).eager() for row in exact}
+    parts = parts_of(visual)
+    packed = PackedTower(parts, keep_last=False)
+    grid = buckets_for(tower, packed)
+    encoder = CapturedEncoder(packed, buckets=grid, watch=[visual])
+    example = [PatchItem(pixels(visual, [(1, 2, 2)]), (1, 2, 2))]
+    cold, _ = timed(lambda: encoder.precompile(example, progress=False), device)
+    calls: dict[str, Callable[[], Any]] = {}
+    for row, grids in tower.rows.items():
+        patches = pixels(visual, grids)
+        items = [
+            PatchItem(part, grid)
+            for part, grid in zip(patches.split([t * h * w for t, h, w in grids]), grids, strict=True)
+        ]
+        calls[row] = lambda items=items: encoder(items)
+        first, _ = timed(calls[row], device)
+        found[row] = {"new shape": first * 1e3, "encoder": wall_ms(calls[row], device)}
+        found[row]["uncaptured"] = wall_ms(
+            lambda items=items: packed.forward(**packed.prepare(items, None)), device
+        )
+        found[row]["patches"] = sum(t * h * w for t, h, w in grids)
+        found[row]["buckets"] = [pack.bucket and pack.bucket["tokens"] for pack in encoder.explain(items)]
+        if row in exact:
+            scale = relative_error(own[row], exact[row])
+            result = torch.cat(encoder(items))[:, : own[row].shape[1]]
+            found[row]["error"] = relative_error(result, exact[row]) / scale if scale else 0.0
+    report = encoder.report()
+    encoder.close()
+    packed.part()
+    done = accelerate(visual, capture=True, buckets=grid)
+    for row, grids in tower.rows.items():
+        patches, grid_thw = pixels(visual, grids), torch.tensor(grids)
+        found[row]["accelerated"] = wall_ms(lambda p=patches, g=grid_thw: visual(p, g), device)
+    done.restore()
+    return found, {"buckets": len(grid), "precompile s": cold, "report": str(report)}
+
+
+def exact_rows(tower: Tower, grids: Sequence[Grid]) -> torch.Tensor:
+    """transformers' result in float32, from the same weights."""
+    import copy
+
+    visual = copy.deepcopy(tower.visual).float()
+    device = next(visual.parameters()).device
+    allowed = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = False
+    try:
+        patches = pixels(tower.visual, grids).float()
+        return visual(patches, torch.tensor(grids, device=device)).pooler_output
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = allowed
+
+
+def profile(tower: Tower, row: str, device: torch.device) -> list[dict[str, Any]]:
+    """Where the time of one row goes, by kernel, in the uncaptured tower."""
+    packed = PackedTower(parts_of(tower.visual), keep_last=False)
+    grids = tower.rows[row]
+    patches = pixels(tower.visual, grids)
+    inputs = {"patches": patches, **packed.metadata(list(grids))}
+    for _ in range(3):
+        packed.forward(**inputs)
+    torch.cuda.synchronize(device)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as seen:
+        for _ in range(5):
+            packed.forward(**inputs)
+        torch.cuda.synchronize(device)
+    totals: dict[str, list[float]] = {}
+    for event in seen.events():
+        if event.device_type.name == "CUDA":
+            totals.setdefault(event.name[:90], []).append(event.time_range.elapsed_us())
+    packed.part()
+    rows = [
+        {"row": row, "kernel": name, "launches": len(times) // 5, "ms": sum(times) / 5e3}
+        for name, times in totals.items()
+    ]
+    return sorted(rows, key=lambda one: -one["ms"])[:25]
+
+
+@torch.no_grad()
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--smoke", action="store_true", help="two layers and the smallest row, on any device")
+    parser.add_argument("--towers", nargs="*", default=["qwen3", "qwen2_5"])
+    parser.add_argument("--compile", nargs="*", default=["qwen3-vl-8b/1 x 448 px", "qwen2.5-vl-7b/1 x 448 px"])
+    parser.add_argument("--no-peers", action="store_true", help="mmgraph alone, for work on it")
+    parser.add_argument("--profile", nargs="*", default=["1 x 448 px", "8 x 1024 px"])
+    arguments = parser.parse_args()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    makers: dict[str, tuple[Callable[[torch.device, int], Tower], int]] = {
+        "qwen3": (qwen3, 27),
+        "qwen2_5": (qwen2_5, 32),
+    }
+    results: dict[str, Any] = {"environment": environment(device), "rows": [], "towers": [], "profile": []}
+    for name in arguments.towers:
+        make, layers = makers[name]
+        tower = make(device, 2 if arguments.smoke else layers)
+        if arguments.smoke:
+            small = {"1 x 448 px": ((1, 8, 12),)}
+            tower = Tower(
+                tower.name, tower.visual, small if device.type == "cpu" else dict(list(tower.rows.items())[:1])
+            )
+        peers = {} if arguments.no_peers else peer_times(tower, arguments.compile, device)
+        ours, capture = our_times(tower, device)
+        for row in tower.rows:
+            times = {**peers.get(row, {}), **ours[row]}
+            goal = GOALS.get((tower.name, row))
+            results["rows"].append({"tower": tower.name, "row": row, "goal": goal, **times})
+        results["towers"].append({"tower": tower.name, **capture})
+        if device.type == "cuda":
+            for row in arguments.profile:
+                if row in tower.rows:
+                    results["profile"] += [{"tower": tower.name, **one} for one in profile(tower, row, device)]
+        del tower
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    columns = [
+        "tower",
+        "row",
+        "eager",
+        "eager + fa3",
+        "graph + fa3",
+        "encoder",
+        "accelerated",
+        "uncaptured",
+        "goal",
+    ]
+    show("vision towers, ms", [{name: row.get(name) for name in columns} for row in results["rows"]])
+    for row in results["rows"]:
+        print(row)
+    for row in results["profile"]:
+        print(row)
+    write(arguments.out, results)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""mmgraph inside other libraries' models. Each is imported where it is used."""

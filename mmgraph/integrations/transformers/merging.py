@@ -1,0 +1,116 @@
+"""The merge of features into text embeddings, in the place of transformers' ``masked_scatter`` and its checks.
+
+transformers compares counts on the host, which waits for the device, and scatters over a mask as large as the
+embeddings. Here the mask stays ``[batch, length]``, the merge is one launch, and a wrong count is recorded on the
+device for `mmgraph.ops.check_errors`; on a CPU it is an error at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode, _pop_mode_temporarily
+
+from mmgraph.integrations.transformers.patches import Patches
+from mmgraph.ops import deepstack_add, merge_embeddings
+
+__all__ = ["install_merge"]
+
+
+class _Merging(TorchFunctionMode):
+    """Within it, ``embeds.masked_scatter(mask, features)`` over whole rows is `merge_embeddings`."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.masked_scatter and len(args) == 3 and _whole_rows(*args):
+            embeds, mask, features = args
+            width = embeds.shape[-1]
+            merged = merge_embeddings(
+                embeds.reshape(-1, width),
+                mask[..., 0].reshape(-1),
+                features.reshape(-1, width).to(embeds.device),
+            )
+            return merged.view(embeds.shape)
+        return func(*args, **(kwargs or {}))
+
+
+def _whole_rows(embeds: Any, mask: Any, features: Any) -> bool:
+    """Whether a mask takes or leaves whole rows, which its layout shows: one value for each row."""
+    if not all(isinstance(one, Tensor) for one in (embeds, mask, features)) or embeds.ndim < 2:
+        return False
+    if mask.dtype != torch.bool or mask.shape[:-1] != embeds.shape[:-1] or features.numel() % embeds.shape[-1]:
+        return False
+    one_value = mask.shape[-1] == 1 or (mask.shape == embeds.shape and mask.stride(-1) == 0)
+    return bool(one_value and embeds.is_floating_point() and features.is_floating_point())
+
+
+def install_merge(inner: Any, patches: Patches) -> None:
+    """Replaces the merge of a model.
+
+    Args:
+        inner: transformers' multimodal model: has ``forward``, and a language model.
+        patches: Takes note, so that it can be undone.
+    """
+    language = _language_model(inner)
+    forward, language_forward = inner.forward, language.forward
+
+    def merging(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return forward(*args, **kwargs)
+        with _Merging():
+            return forward(*args, **kwargs)
+
+    def unmerged(*args: Any, **kwargs: Any) -> Any:
+        # The language model runs outside: each of its thousands of calls would pass through the mode.
+        if _merging_now():
+            with _pop_mode_temporarily():
+                return language_forward(*args, **kwargs)
+        return language_forward(*args, **kwargs)
+
+    patches.set(inner, "forward", merging)
+    patches.set(language, "forward", unmerged)
+    if callable(getattr(language, "_deepstack_process", None)):
+        patches.set(language, "_deepstack_process", _deepstack)
+    if callable(getattr(inner, "get_placeholder_mask", None)):
+        patches.set(inner, "get_placeholder_mask", _mask_without_wait(inner.get_placeholder_mask))
+
+
+def _language_model(inner: Any) -> Any:
+    for name in ("language_model", "text_model"):
+        found = getattr(inner, name, None)
+        if isinstance(found, torch.nn.Module):
+            return found
+    raise AttributeError(f"{type(inner).__name__} has no language_model or text_model")
+
+
+def _merging_now() -> bool:
+    from torch.overrides import _get_current_function_mode
+
+    return isinstance(_get_current_function_mode(), _Merging)
+
+
+def _mask_without_wait(masks: Callable[..., Any]) -> Callable[..., Any]:
+    """transformers' masks, without its comparison of counts, which waits for the device: the merge compares them."""
+
+    def get_placeholder_mask(input_ids: Any, inputs_embeds: Any = None, *features: Any, **named: Any) -> Any:
+        given = [one for one in (*features, *named.values()) if isinstance(one, Tensor)]
+        if any(one.device.type == "cpu" for one in given) or input_ids is None:
+            return masks(input_ids, inputs_embeds, *features, **named)
+        kept = {name: None if isinstance(one, Tensor) else one for name, one in named.items()}
+        return masks(
+            input_ids, inputs_embeds, *(None if isinstance(o, Tensor) else o for o in features), **kept
+        )
+
+    return get_placeholder_mask
+
+
+def _deepstack(hidden_states: Tensor, visual_pos_masks: Tensor, visual_embeds: Tensor) -> Tensor:
+    """Adds one level's rows at the masked positions; nothing waits for the device."""
+    mask = visual_pos_masks.to(hidden_states.device).reshape(-1)
+    numbers = mask.cumsum(0, dtype=torch.int32) - 1
+    row_map = torch.where(mask, numbers, -1).to(torch.int32)
+    width = hidden_states.shape[-1]
+    rows = visual_embeds.to(hidden_states.device, hidden_states.dtype)
+    return deepstack_add(hidden_states.reshape(-1, width), rows, row_map, 0).view(hidden_states.shape)

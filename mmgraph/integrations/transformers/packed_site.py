@@ -1,0 +1,178 @@
+"""A packed vision tower in its model's place: the same call, the same result record."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mmgraph.capture import BucketGrid, CapturedEncoder
+from mmgraph.integrations.transformers.attention import register_attention
+from mmgraph.integrations.transformers.packed_families import parts_of
+from mmgraph.integrations.transformers.patches import Patches
+from mmgraph.integrations.transformers.sites import Options, served
+from mmgraph.towers.grids import grids_of
+from mmgraph.towers.items import PatchItem, joined
+from mmgraph.towers.packed import PackedTower, item_tokens
+
+__all__ = ["PackedSite", "packed_grid"]
+
+logger = logging.getLogger(__name__)
+
+_KNOWN = frozenset({"return_dict"})
+
+
+@dataclass(frozen=True, eq=False)
+class _Result:
+    """One item's part of a tower's outputs."""
+
+    rows: Tensor
+    deep: tuple[Tensor, ...]
+    last: Tensor
+
+
+class _Tower(PackedTower):
+    """Splits into what transformers' record is made of."""
+
+    def split(self, outputs: Mapping[str, Any], items: Sequence[Any]) -> list[Any]:
+        counts = [item_tokens(item.grid) for item in items]
+        merged = [count // self.unit for count in counts]
+        rows = outputs["rows"].split(merged)
+        last = outputs["last"].split([count // self.parts.last_per for count in counts])
+        deep = [level.split(merged) for level in outputs["deep"]]
+        return [_Result(one, tuple(level[i] for level in deep), last[i]) for i, one in enumerate(rows)]
+
+
+class PackedSite:
+    """Replaces the forward of a packed tower.
+
+    Args:
+        name: The tower's dotted name.
+        visual: The tower.
+        options: What was asked for.
+
+    Raises:
+        UnsupportedModelError: The tower isn't built as known.
+    """
+
+    def __init__(self, name: str, visual: Any, options: Options) -> None:
+        self.name, self.family = name, type(visual).__name__
+        self.visual, self.options = visual, options
+        self.encoder: CapturedEncoder | None = None
+        self.tower: _Tower | None = None
+        self._forward: Callable[..., Any] = visual.forward
+        self._told: set[str] = set()
+        self._parts = parts_of(visual, options.backend)
+
+    def install(self, patches: Patches) -> None:
+        """See `Site`."""
+        tower = _Tower(self._parts, rewrites=self.options.rewrites)
+        self.tower = tower
+        try:
+            if self.options.captures(tower.device):
+                self.encoder = self._captured(tower)
+        except BaseException:
+            self.close()
+            raise
+        patches.set(self.visual.config, "_attn_implementation_internal", register_attention())
+        patches.set(self.visual, "forward", self.forward)
+
+    def _captured(self, tower: _Tower) -> CapturedEncoder:
+        options = self.options
+        grid = options.grid(self.name, packed_grid(options.max_tokens, tower))
+        encoder = CapturedEncoder(tower, buckets=grid, watch=[self.visual], **options.manager)
+        side = self._parts.layout.merge
+        width = self._parts.projection.weight[0].numel()
+        patches = torch.zeros(side * side, width, device=tower.device, dtype=tower.dtype)
+        encoder.precompile([PatchItem(patches, (1, side, side))], progress=options.progress)
+        return encoder
+
+    def close(self) -> None:
+        """See `Site`."""
+        if self.encoder is not None:
+            self.encoder.close()
+            self.encoder = None
+        if self.tower is not None:
+            self.tower.part()
+            self.tower = None
+
+    def forward(self, hidden_states: Tensor, grid_thw: Any, **kwargs: Any) -> Any:
+        """As the tower's own forward.
+
+        Args:
+            hidden_states: ``[patches, values of a patch]``.
+            grid_thw: ``[images or videos, 3]``. On a device it is read back, which waits: give it on the host.
+            **kwargs: What the tower's own forward takes; what the fast way hasn't got runs the tower's own.
+
+        Returns:
+            transformers' record, with ``pooler_output`` and ``last_hidden_state``.
+        """
+        tower = self.tower
+        reason = "it was restored" if tower is None else served(self.visual, kwargs, _KNOWN)
+        if tower is None or reason is not None:
+            self._tell(str(reason))
+            return self._forward(hidden_states, grid_thw, **kwargs)
+        grids = grids_of(grid_thw, allow_sync=True)
+        parts = hidden_states.split([item_tokens(grid) for grid in grids])
+        items = [PatchItem(patches, grid) for patches, grid in zip(parts, grids, strict=True)]
+        with torch.no_grad():
+            if self.encoder is not None:
+                results = self.encoder(items)
+            else:
+                results = tower.split(tower.forward(**tower.prepare(items, None)), items)
+        return self._record(results)
+
+    def _record(self, results: Sequence[_Result]) -> Any:
+        from transformers.modeling_outputs import BaseModelOutputWithPooling
+
+        rows = joined([one.rows for one in results])
+        last = joined([one.last for one in results])
+        if not hasattr(self.visual, "deepstack_merger_list"):
+            return BaseModelOutputWithPooling(last_hidden_state=last, pooler_output=rows)
+        record = _deepstack_record(self.visual)
+        levels = len(results[0].deep) if results else 0
+        deep = [joined([one.deep[level] for one in results]) for level in range(levels)]
+        return record(last_hidden_state=last, pooler_output=rows, deepstack_features=deep)
+
+    def _tell(self, reason: str) -> None:
+        if reason not in self._told:
+            self._told.add(reason)
+            logger.info("%s runs as transformers has it: %s", self.name, reason)
+
+
+def _deepstack_record(visual: Any) -> Any:
+    import importlib
+
+    return importlib.import_module(type(visual).__module__).BaseModelOutputWithDeepstackFeatures
+
+
+def packed_grid(max_tokens: int, tower: PackedTower, *, smallest: int = 256, steps: int = 4) -> BucketGrid:
+    """Buckets of a packed tower where nobody says anything of its traffic.
+
+    Args:
+        max_tokens: Patches of the largest.
+        tower: Says what a merge block is.
+        smallest: Patches of the smallest.
+        steps: Sizes to a doubling.
+
+    Returns:
+        Tokens in geometric steps of multiples of 16 merge blocks; a bucket has room for a frame of its tokens and for
+        frames of 64 patches at the average, and for any windows.
+    """
+    multiple = tower.unit * 16
+    count = max(0, math.ceil(steps * math.log2(max(1.0, max_tokens / smallest))))
+    sizes = {min(max_tokens, smallest * 2 ** (step / steps)) for step in range(count + 1)} | {max_tokens}
+    derived = {"batch": lambda b: b["tokens"] // 256 + 8, "seqlen": lambda b: b["tokens"]}
+    if tower.parts.window:
+        # A window of one merge block is the smallest there is: images one block wide.
+        derived["windows"] = lambda b: b["tokens"] // (4 * tower.unit) + b["tokens"] // 256 + 8
+    return BucketGrid(
+        tokens=tuple(sorted({math.ceil(size / multiple) * multiple for size in sizes})),
+        side=(tower.parts.rotary.length,),
+        derived=derived,
+    )

@@ -1,0 +1,101 @@
+"""Places in a model where something is replaced, and what all of them share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import nn
+
+from mmgraph.capture import BucketGrid, CapturedEncoder, CaptureError
+from mmgraph.integrations.transformers.patches import Patches
+from mmgraph.towers.rewrites import Rewrites
+
+__all__ = ["Options", "Site", "served"]
+
+
+@dataclass(frozen=True)
+class Options:
+    """What `accelerate` was asked for.
+
+    Attributes:
+        capture: Whether towers are captured: True, False, or "auto" for on a GPU.
+        buckets: The buckets of all towers, or by the name of the site.
+        max_tokens: Patches of the largest bucket of a packed tower, where `buckets` says nothing.
+        max_images: Images, or clips, of the largest bucket of other towers.
+        rewrites: Which rewrites packed towers run with.
+        backend: The attention backend, or None for the library's choice.
+        merge: Whether the merge is replaced.
+        progress: Show a progress bar at the capture.
+        manager: Options of `CaptureManager`.
+    """
+
+    capture: bool | Literal["auto"] = "auto"
+    buckets: BucketGrid | Mapping[str, BucketGrid] | None = None
+    max_tokens: int = 16384
+    max_images: int = 16
+    rewrites: Rewrites = field(default_factory=Rewrites)
+    backend: str | None = None
+    merge: bool = True
+    progress: bool = False
+    manager: Mapping[str, Any] = field(default_factory=dict)
+
+    def captures(self, device: torch.device) -> bool:
+        """Whether a tower on a device is captured."""
+        return device.type == "cuda" if self.capture == "auto" else self.capture
+
+    def grid(self, name: str, default: BucketGrid) -> BucketGrid:
+        """The buckets of a site."""
+        if isinstance(self.buckets, BucketGrid):
+            return self.buckets
+        return default if self.buckets is None else self.buckets.get(name, default)
+
+
+class Site(Protocol):
+    """One place.
+
+    Attributes:
+        name: Its module's dotted name within the model.
+        family: What it was recognised as.
+        encoder: What serves it, once installed; None where it isn't captured.
+    """
+
+    name: str
+    family: str
+    encoder: CapturedEncoder | None
+
+    def install(self, patches: Patches) -> None:
+        """Puts the fast way in place; whatever fails leaves the model as it was."""
+
+    def close(self) -> None:
+        """Drops graphs and gives weights back their memory."""
+
+
+def served(module: nn.Module, kwargs: Mapping[str, Any], known: frozenset[str]) -> str | None:
+    """Why a call must run as transformers runs it, or None.
+
+    Args:
+        module: The tower.
+        kwargs: Keywords of the call.
+        known: Those that change nothing here.
+    """
+    if torch.compiler.is_compiling():
+        return "it is being compiled"
+    asked = [name for name, value in kwargs.items() if name not in known and value not in (None, False)]
+    if asked:
+        return f"it was asked for {', '.join(asked)}"
+    if kwargs.get("return_dict") is False:
+        return "a tuple was asked for"
+    if module.training:
+        return "it is in training mode"
+    if torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters()):
+        return "gradients are recorded"
+    device = next(module.parameters()).device
+    if torch.is_autocast_enabled(device.type):
+        return "autocast is on"
+    return None
+
+
+__all__ += ["CaptureError"]

@@ -1,0 +1,296 @@
+"""Invariant: an accelerated model gives what transformers gives, and what was done can be undone without a trace."""
+
+from typing import Any
+
+import hub_models
+import pytest
+import torch
+from torch import nn
+
+from mmgraph.capture import BucketGrid, CaptureFailedError
+from mmgraph.errors import OptionError, UnsupportedModelError
+from mmgraph.integrations.transformers import ATTENTION_NAME, Acceleration, Rewrites, accelerate, restore
+from mmgraph.integrations.transformers.packed_families import parts_of
+
+FAMILIES = tuple(hub_models.PACKED)
+#: GLM's towers are given each frame of a video as an image of its own; that goes through `generate` below.
+WITH_VIDEO_GRIDS = tuple(family for family in FAMILIES if not family.startswith("glm"))
+#: One family of each structure, where a test isn't about the family.
+STRUCTURES = ("qwen2_5_vl", "qwen3_vl", "glm4v")
+BUCKETS = BucketGrid(
+    tokens=(64, 512),
+    side=(4096,),
+    derived={"batch": lambda b: 16, "seqlen": lambda b: b["tokens"], "windows": lambda b: 64},
+)
+PLAIN_BUCKETS = BucketGrid(
+    tokens=(64, 512), side=(4096,), derived={"batch": lambda b: 16, "seqlen": lambda b: b["tokens"]}
+)
+
+
+def buckets_of(family: str) -> BucketGrid:
+    return BUCKETS if family == "qwen2_5_vl" else PLAIN_BUCKETS
+
+
+def recorded(model: nn.Module, family: str, **options: Any) -> Acceleration:
+    return accelerate(model, capture=True, buckets=buckets_of(family), **options)
+
+
+def tensors_of(record: Any) -> list[torch.Tensor]:
+    return [
+        record.pooler_output,
+        record.last_hidden_state,
+        *(getattr(record, "deepstack_features", None) or []),
+    ]
+
+
+def assert_same(found: Any, expected: Any) -> None:
+    assert type(found) is type(expected)
+    pairs = list(zip(tensors_of(found), tensors_of(expected), strict=True))
+    for one, other in pairs:
+        assert one.shape == other.shape
+        assert one.dtype == other.dtype
+        assert float((one - other).norm()) <= 1e-4 * float(other.norm())
+
+
+def tower_call(family: str, *, video: bool = False) -> tuple[nn.Module, Any, dict[str, Any]]:
+    model, inputs = hub_models.build(family, video=video)
+    pixels, grid = ("pixel_values_videos", "video_grid_thw") if video else ("pixel_values", "image_grid_thw")
+    return model, model.model.visual, {"hidden_states": inputs[pixels], "grid_thw": inputs[grid]}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("rewrites", [Rewrites(), Rewrites.none()], ids=["rewritten", "as it is"])
+def test_the_tower_gives_what_it_gave(family: str, rewrites: Rewrites) -> None:
+    model, visual, call = tower_call(family)
+    with torch.no_grad():
+        expected = visual(**call)
+        done = accelerate(model, capture=False, rewrites=rewrites)
+        assert_same(visual(**call), expected)
+        assert_same(visual(call["hidden_states"], call["grid_thw"], return_dict=True), expected)
+        done.restore()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_captured_towers_give_what_they_gave_to_other_images_too(family: str) -> None:
+    model, visual, call = tower_call(family)
+    others = torch.tensor([[1, 4, 6], [1, 2, 2], [1, 8, 4]])
+    pixels = torch.randn(int(others.prod(1).sum()), call["hidden_states"].shape[1])
+    with torch.no_grad():
+        expected = visual(**call), visual(pixels, others)
+        done = recorded(model, family)
+        for _ in range(2):
+            assert_same(visual(**call), expected[0])
+            assert_same(visual(pixels, others), expected[1])
+        (report,) = done.report().values()
+        assert report is not None
+        done.restore()
+
+
+@pytest.mark.parametrize("family", WITH_VIDEO_GRIDS)
+def test_videos(family: str) -> None:
+    model, visual, call = tower_call(family, video=True)
+    with torch.no_grad():
+        expected = visual(**call)
+        done = recorded(model, family)
+        assert_same(visual(**call), expected)
+        done.restore()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("video", [False, True], ids=["images", "video"])
+def test_greedy_tokens_of_a_left_padded_batch_are_equal(family: str, video: bool) -> None:
+    model, inputs = hub_models.build(family, video=video)
+    expected = hub_models.generated(model, inputs)
+    done = accelerate(model, capture=False)
+    assert torch.equal(hub_models.generated(model, inputs), expected)
+    done.restore()
+    assert torch.equal(hub_models.generated(model, inputs), expected)
+
+
+@pytest.mark.parametrize("family", STRUCTURES)
+def test_greedy_tokens_from_a_captured_tower(family: str) -> None:
+    model, inputs = hub_models.build(family)
+    expected = hub_models.generated(model, inputs)
+    done = recorded(model, family)
+    assert torch.equal(hub_models.generated(model, inputs), expected)
+    done.restore()
+
+
+def traces(model: nn.Module) -> dict[str, Any]:
+    """What accelerate could leave behind: attributes of modules, attention names, where weights lie."""
+    found: dict[str, Any] = {}
+    for name, module in model.named_modules():
+        found[name] = (
+            sorted(vars(module)),
+            getattr(getattr(module, "config", None), "_attn_implementation", None),
+        )
+    for name, parameter in model.named_parameters():
+        found[f"{name} (weight)"] = parameter.shape, parameter.stride(), parameter.is_contiguous()
+    return found
+
+
+@pytest.mark.parametrize("family", STRUCTURES)
+@pytest.mark.parametrize("by_handle", [True, False])
+def test_restore_leaves_nothing_behind(family: str, by_handle: bool) -> None:
+    model, visual, call = tower_call(family)
+    before = traces(model), {name: value.clone() for name, value in model.state_dict().items()}
+    with torch.no_grad():
+        expected = visual(**call)
+    done = recorded(model, family)
+    assert traces(model) != before[0]
+    assert all(torch.equal(value, before[1][name]) for name, value in model.state_dict().items())
+    if by_handle:
+        done.restore()
+        done.restore()  # does nothing
+    else:
+        restore(model)
+    assert traces(model) == before[0]
+    assert all(torch.equal(value, before[1][name]) for name, value in model.state_dict().items())
+    storages = {p.untyped_storage().data_ptr() for p in visual.parameters()}
+    assert len(storages) == len(list(visual.parameters()))
+    with torch.no_grad():
+        assert torch.equal(visual(**call).pooler_output, expected.pooler_output)
+    accelerate(model, capture=False).restore()  # and again
+
+
+def test_joined_weights_follow_changes_in_place_and_are_saved_whole(tmp_path: Any) -> None:
+    model, visual, call = tower_call("qwen2_5_vl")
+    other, other_visual, _ = tower_call("qwen2_5_vl")
+    other.load_state_dict({k: v + 0.01 * torch.randn_like(v) for k, v in other.state_dict().items()})
+    with torch.no_grad():
+        expected = other_visual(**call)
+        done = recorded(model, "qwen2_5_vl")
+        model.load_state_dict(other.state_dict())
+        assert_same(visual(**call), expected)
+        model.save_pretrained(tmp_path)
+        done.restore()
+    again = type(model).from_pretrained(tmp_path).eval()
+    for name, value in other.state_dict().items():
+        assert torch.equal(again.state_dict()[name], value)
+
+
+def test_weights_that_were_replaced_run_as_the_modules_have_them() -> None:
+    """A load with assign=True takes the joined weights from under the tower."""
+    model, visual, call = tower_call("qwen2_5_vl")
+    other, other_visual, _ = tower_call("qwen2_5_vl")
+    other.load_state_dict({k: v + 0.01 * torch.randn_like(v) for k, v in other.state_dict().items()})
+    with torch.no_grad():
+        expected = other_visual(**call)
+        done = accelerate(model, capture=False)
+        model.load_state_dict({k: v.clone() for k, v in other.state_dict().items()}, assign=True)
+        assert_same(visual(**call), expected)
+        done.restore()
+        assert_same(visual(**call), expected)
+
+
+@pytest.mark.parametrize("family", STRUCTURES)
+def test_training_and_what_was_asked_for_beside_runs_as_transformers_runs_it(family: str) -> None:
+    model, visual, call = tower_call(family)
+    with torch.no_grad():
+        expected = visual(**call, output_hidden_states=True)
+    done = accelerate(model, capture=False)
+    with torch.no_grad():
+        found = visual(**call, output_hidden_states=True)
+    assert len(found.hidden_states) == len(expected.hidden_states)
+    assert_same(found, expected)
+    visual.requires_grad_(True)
+    visual(**call).pooler_output.sum().backward()
+    projection = visual.patch_embed.proj.weight
+    assert projection.grad is not None
+    assert bool(projection.grad.abs().sum() > 0)
+    assert visual.config._attn_implementation == ATTENTION_NAME
+    done.restore()
+
+
+def test_more_than_the_largest_bucket_runs_eagerly_beside_what_fits() -> None:
+    model, visual, call = tower_call("qwen3_vl")
+    grids = torch.tensor([[1, 4, 4], [1, 26, 24], [1, 4, 8]])  # 624 patches are more than 512
+    pixels = torch.randn(int(grids.prod(1).sum()), call["hidden_states"].shape[1])
+    with torch.no_grad():
+        expected = visual(pixels, grids)
+        done = recorded(model, "qwen3_vl")
+        assert_same(visual(pixels, grids), expected)
+        done.restore()
+
+
+def test_a_wrong_number_of_features_is_an_error_that_says_so() -> None:
+    model, inputs = hub_models.build("qwen3_vl")
+    done = accelerate(model, capture=False)
+    fewer = dict(inputs)
+    fewer["image_grid_thw"] = inputs["image_grid_thw"][:-1]
+    last = int(inputs["image_grid_thw"][-1].prod())
+    fewer["pixel_values"] = inputs["pixel_values"][:-last]
+    with pytest.raises(Exception, match=r"(?i)features|placeholders"), torch.no_grad():
+        model(**fewer)
+    done.restore()
+
+
+def test_models_without_a_known_encoder_are_refused_by_name() -> None:
+    class Other(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.vision_tower = nn.Linear(2, 2)
+
+    with pytest.raises(
+        UnsupportedModelError, match=r"Other holds no encoder .*vision_tower \(Linear\).*Qwen3VL"
+    ):
+        accelerate(Other())
+    with pytest.raises(UnsupportedModelError, match="Linear is no packed tower"):
+        parts_of(nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize(
+    ("path", "match"),
+    [
+        ("rotary_pos_emb", "no inv_freq|no rotary_pos_emb"),
+        ("patch_embed", "no patch_embed"),
+        ("merger", "no merger"),
+    ],
+)
+def test_a_tower_that_is_built_otherwise_is_an_error_that_names_the_part(path: str, match: str) -> None:
+    model, visual, _ = tower_call("qwen3_vl")
+    delattr(visual, path)
+    before = traces(model)
+    with pytest.raises(UnsupportedModelError, match=match):
+        accelerate(model, capture=False)
+    assert traces(model) == before
+
+
+def test_norms_of_q_and_k_and_unknown_activations_are_refused() -> None:
+    model, visual, _ = tower_call("qwen3_vl")
+    visual.blocks[1].attn.q_norm = nn.LayerNorm(8)
+    with pytest.raises(UnsupportedModelError, match="norms of q and k"):
+        accelerate(model, capture=False)
+    del visual.blocks[1].attn.q_norm
+    visual.config.hidden_act = "mish"
+    with pytest.raises(UnsupportedModelError, match="'mish'"):
+        accelerate(model, capture=False)
+
+
+def test_accelerating_twice_and_restoring_twice_are_errors() -> None:
+    model, _, _ = tower_call("qwen2_vl")
+    done = accelerate(model, capture=False)
+    with pytest.raises(OptionError, match="accelerated already"):
+        accelerate(model)
+    restore(model)
+    with pytest.raises(OptionError, match="not accelerated"):
+        restore(model)
+    done.restore()
+
+
+def test_a_capture_that_fails_leaves_the_model_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, visual, call = tower_call("qwen2_5_vl")
+    with torch.no_grad():
+        expected = visual(**call)
+    before = traces(model)
+
+    def fails(self: Any, *args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError("no such kernel")
+
+    monkeypatch.setattr("mmgraph.towers.mergers.NormedMerger.__call__", fails)
+    with pytest.raises(CaptureFailedError):
+        recorded(model, "qwen2_5_vl")
+    monkeypatch.undo()
+    assert traces(model) == before
+    with torch.no_grad():
+        assert_same(visual(**call), expected)
