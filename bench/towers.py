@@ -1,20 +1,20 @@
-"""Vision towers, pixels to merged rows: transformers eager, with FA3, with graphs and compiled, and mmgraph, in one run.
+"""Vision towers, pixels to merged rows: transformers eager, with FA3, with graphs, compiled; and mmgraph, in one run.
 
-Random weights of the real architectures (Qwen3-VL-8B and Qwen2.5-VL-7B), bfloat16, pixels on the device, grids where each
-way wants them. Ways:
+Random weights of the real architectures (Qwen3-VL-8B and Qwen2.5-VL-7B), bfloat16, pixels on the device, grids where
+each way wants them. Ways:
 
 - eager: transformers, with PyTorch's attention. eager + fa3: with FlashAttention 3 (the ``fa3`` backend of mmgraph.ops
   called straight from transformers' registry).
 - graph + fa3: that, captured by hand for this one shape, metadata made beforehand.
-- reduce-overhead + fa3, compiled graph + fa3: torch.compile's own graphs, and a graph by hand around what it compiled; for
-  this one shape, and only where ``--compile`` names the row.
+- reduce-overhead + fa3, compiled graph + fa3: torch.compile's own graphs, and a graph by hand around what it compiled;
+  for this one shape, and only for the rows that ``--compile`` names.
 - accelerated: ``mmgraph.integrations.transformers.accelerate``, called as transformers calls a tower.
-- encoder: `CapturedEncoder` over items, as a serving loop calls it. Its buckets are those of all rows together, so that no
-  row has one of just its size but by chance. uncaptured: the same, without graphs.
+- encoder: `CapturedEncoder` over items, as a serving loop calls it. Its buckets know nothing of the rows but the
+  largest, so that every row is padded. uncaptured: the same, without graphs.
 
-Times are wall times of a call in ms, from the call until the device is done, median of many. "cold" is what the first call
-of a way took with all that it needs (compiling, capturing), and "new shape" what the first call of another size did.
-"error" is the largest difference to float32 relative to transformers' own in bfloat16.
+Times are wall times of a call in ms, from the call until the device is done, median of many. "cold s" is what the first
+call of a way took with all that it needs (compiling, capturing), and "new shape" the first call of another size, in ms.
+"error" is the difference to float32 by norm, relative to that of transformers' own bfloat16.
 
     PYTHONPATH=. python bench/towers.py --out bench/results/<gpu>/towers.json
 """
@@ -34,6 +34,7 @@ from mmgraph import ops
 from mmgraph.capture import BucketGrid, CapturedEncoder
 from mmgraph.integrations.transformers import accelerate
 from mmgraph.integrations.transformers.packed_families import parts_of
+from mmgraph.integrations.transformers.packed_site import example_item, packed_grid
 from mmgraph.towers.grids import Grid
 from mmgraph.towers.items import PatchItem
 from mmgraph.towers.packed import PackedTower
@@ -283,10 +284,8 @@ def _warmed(call: Callable[[], Any]) -> Callable[[], Any]:
 
 
 def buckets_for(tower: Tower, packed: PackedTower) -> BucketGrid:
-    """Buckets that a server would take which knows nothing of the rows but the largest: an eighth of a doubling apart."""
+    """Buckets of a server that knows nothing of the rows but the largest: an eighth of a doubling apart."""
     largest = max(sum(t * h * w for t, h, w in grids) for grids in tower.rows.values())
-    from mmgraph.integrations.transformers.packed_site import packed_grid
-
     return packed_grid(largest, packed, smallest=512, steps=8)
 
 
@@ -297,10 +296,10 @@ def our_times(tower: Tower, device: torch.device) -> tuple[dict[str, dict[str, A
     exact = {row: exact_rows(tower, grids) for row, grids in list(tower.rows.items())[:1]}
     own = {row: Peers(visual, tower.rows[row], device).eager() for row in exact}
     parts = parts_of(visual)
-    packed = PackedTower(parts, keep_last=False)
+    packed = PackedTower(parts)
     grid = buckets_for(tower, packed)
     encoder = CapturedEncoder(packed, buckets=grid, watch=[visual])
-    example = [PatchItem(pixels(visual, [(1, 2, 2)]), (1, 2, 2))]
+    example = [example_item(packed)]
     cold, _ = timed(lambda: encoder.precompile(example, progress=False), device)
     calls: dict[str, Callable[[], Any]] = {}
     for row, grids in tower.rows.items():
@@ -349,7 +348,7 @@ def exact_rows(tower: Tower, grids: Sequence[Grid]) -> torch.Tensor:
 
 def profile(tower: Tower, row: str, device: torch.device) -> list[dict[str, Any]]:
     """Where the time of one row goes, by kernel, in the uncaptured tower."""
-    packed = PackedTower(parts_of(tower.visual), keep_last=False)
+    packed = PackedTower(parts_of(tower.visual))
     grids = tower.rows[row]
     patches = pixels(tower.visual, grids)
     inputs = {"patches": patches, **packed.metadata(list(grids))}

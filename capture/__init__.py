@@ -6,6 +6,7 @@ if __name__ != "mmgraph.capture":
         f"not as {__name__!r}: write 'import mmgraph.capture'"
     )
 
+from .adapters import EncoderAdapter
 from .buckets import (
     ENCODER_BATCH_BUCKETS,
     ENCODER_SEQLEN_BUCKETS,
@@ -14,7 +15,9 @@ from .buckets import (
     DroppedBucket,
     round_up_to_bucket,
 )
+from .encoder import CapturedEncoder, EncoderReport
 from .errors import (
+    AdapterError,
     BucketError,
     CallError,
     CallGradientError,
@@ -34,15 +37,18 @@ from .errors import (
 from .leases import Lease
 from .manager import CaptureManager
 from .metrics import HistogramSnapshot
+from .packing import Pack, Packer
 from .policies import BucketPolicy, Candidate, Choice, cost_aware, exact, smallest
 from .prometheus import prometheus_collector
 from .report import BucketReport, CallExplanation, Report
 from .spec import Spec, bucket_size, constant, offsets, rows, static
 from .staged import Staged
+from .tower import EncoderPack
 
 __all__ = [
     "ENCODER_BATCH_BUCKETS",
     "ENCODER_SEQLEN_BUCKETS",
+    "AdapterError",
     "Bucket",
     "BucketError",
     "BucketGrid",
@@ -55,8 +61,12 @@ __all__ = [
     "CaptureError",
     "CaptureFailedError",
     "CaptureManager",
+    "CapturedEncoder",
     "Choice",
     "DroppedBucket",
+    "EncoderAdapter",
+    "EncoderPack",
+    "EncoderReport",
     "HistogramSnapshot",
     "Lease",
     "MemoryBoundError",
@@ -64,6 +74,8 @@ __all__ = [
     "MissingPackageError",
     "NotCapturableError",
     "OutputError",
+    "Pack",
+    "Packer",
     "PaddingLeakError",
     "Report",
     "Spec",

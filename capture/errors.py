@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 __all__ = [
+    "AdapterError",
     "BucketError",
     "CallError",
     "CallGradientError",
@@ -43,6 +44,10 @@ class CallGradientError(CaptureError, RuntimeError):
 
 class OutputError(CaptureError, RuntimeError):
     """The function returned something other than the declared outputs."""
+
+
+class AdapterError(CaptureError, RuntimeError):
+    """An encoder's adapter answered with sizes, inputs or results that don't fit the items; the message names them."""
 
 
 class MissError(CaptureError, RuntimeError):

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from mmgraph.embedder import EncoderSpec as EncoderSpec
     from mmgraph.embedder import MultimodalEmbedder as MultimodalEmbedder
     from mmgraph.embedder import VisionEmbedder as VisionEmbedder
+    from mmgraph.encoder_attention import MultimodalEncoderAttention as MultimodalEncoderAttention
+    from mmgraph.encoder_attention import VisionAttention as VisionAttention
     from mmgraph.errors import MultimodalError as MultimodalError
     from mmgraph.hashing import content_hash as content_hash
     from mmgraph.hashing import pad_value_for_hash as pad_value_for_hash
@@ -46,6 +48,8 @@ _HOMES = {
     "limit_plan": "mmgraph.budget",
     "MultimodalEmbedder": "mmgraph.embedder",
     "VisionEmbedder": "mmgraph.embedder",
+    "MultimodalEncoderAttention": "mmgraph.encoder_attention",
+    "VisionAttention": "mmgraph.encoder_attention",
     "MultimodalError": "mmgraph.errors",
     "content_hash": "mmgraph.hashing",
     "pad_value_for_hash": "mmgraph.hashing",

@@ -1,6 +1,7 @@
 """The ``mmgraph`` command. Tables for people, ``--json`` for machines, exit codes for scripts.
 
-Exit codes: 0 all is well; 1 eager and captured differ beyond the tolerance; 2 the command can't be done as asked.
+Exit codes: 0 all is well; 1 eager and captured, or mmgraph and transformers, differ beyond the tolerance; 2 the command
+can't be done as asked.
 Heavy packages are imported by the command that needs them.
 """
 
@@ -94,6 +95,22 @@ def run(
     ] = Size.auto,
     decode_steps: Annotated[int, typer.Option(min=0, help="Greedy decode steps.")] = 4,
     passes: Annotated[int, typer.Option(min=1, help="Timed passes; the table shows medians.")] = 3,
+    compare: Annotated[
+        bool,
+        typer.Option(
+            "--compare",
+            help="Serve the same requests by transformers' own calls too: as it is, with torch.compile, and "
+            "accelerated by mmgraph. Compiling takes minutes.",
+        ),
+    ] = False,
+    compile_backend: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="torch.compile's backend for --compare; inductor by default.",
+            show_default=False,
+        ),
+    ] = None,
     json_path: Annotated[
         str | None,
         typer.Option(
@@ -108,8 +125,15 @@ def run(
     console = _console(stderr=only_json)
     with _user_errors(ServingError, console):
         from mmgraph.serving.app import execute
+        from mmgraph.serving.errors import RequestError
+        from mmgraph.serving.hub_ways import INDUCTOR
         from mmgraph.serving.job import RunSettings
         from mmgraph.serving.table import show
+
+        if compile_backend is not None and not compare:
+            raise RequestError(
+                "--compile-backend says how --compare compiles: give --compare too, or leave it out"
+            )
 
         target = None if json_path is None or only_json else _writable(Path(json_path))
         settings = RunSettings(
@@ -122,6 +146,8 @@ def run(
             size=size.value,
             decode_steps=decode_steps,
             passes=passes,
+            compare=compare,
+            compile_backend=compile_backend or INDUCTOR,
         )
         report = execute(settings, progress=_progress(console), bars=console.is_terminal and not only_json)
     if only_json:
@@ -131,8 +157,13 @@ def run(
     if target is not None:
         with _user_errors(ServingError, console):
             _write(target, json.dumps(report.to_dict(), indent=2) + "\n")
+    failures = () if report.compare is None else report.compare.failures
+    for failure in failures:
+        print(f"error: {failure}", file=sys.stderr)
     if not report.ok:
         raise typer.Exit(1)
+    if failures:
+        raise typer.Exit(2)
 
 
 @app.command()

@@ -1,4 +1,6 @@
-"""Custom operators: attention, rotary positions, embedding assembly. Import this package as ``mmgraph.ops``.
+"""Custom operators: attention, rotary positions, embedding assembly, and what is between products row by row.
+
+Import this package as ``mmgraph.ops``.
 
 Importing it registers every op and imports no kernel: Triton and the optional packages are imported by the first call
 that needs them, and CUDA is not touched.
@@ -43,6 +45,7 @@ from mmgraph.ops.errors import (
 )
 from mmgraph.ops.rotary import packed_qkv_rope, packed_qkv_rope_
 from mmgraph.ops.row_map import RowMap
+from mmgraph.ops.rowwise import activation, add_norm, gated_activation, mix_rows, norm
 
 __all__ = [
     "ArgumentError",
@@ -58,6 +61,8 @@ __all__ = [
     "RowMap",
     "UnknownBackend",
     "UnusableBackend",
+    "activation",
+    "add_norm",
     "assemble_embeddings",
     "assemble_embeddings_out",
     "attention_backend",
@@ -66,7 +71,10 @@ __all__ = [
     "deepstack_add_",
     "expand_ranges",
     "explain_backends",
+    "gated_activation",
     "merge_embeddings",
+    "mix_rows",
+    "norm",
     "packed_qkv_rope",
     "packed_qkv_rope_",
     "prepare_device",

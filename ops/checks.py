@@ -6,12 +6,14 @@ where the values are on the host; kernels record it in the error flag otherwise.
 
 from collections.abc import Callable
 from types import NoneType
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
 from mmgraph.ops.errors import ArgumentError, CountMismatchError, DataError, GradientError
+
+Result = TypeVar("Result")
 
 _LARGEST_INT = 2**63 - 1
 UNUSED_RANGE = 2**31 - 1
@@ -39,10 +41,15 @@ def refuse_forward_mode(op: str, *tensors: torch.Tensor) -> None:
 
     While a graph is traced, tensors don't say whether they have one; inside a jvp every call is refused then.
     """
-    if torch.autograd.forward_ad._current_level < 0:
-        return
-    if torch.compiler.is_compiling() or any(map(_has_tangent, tensors)):
+    if has_tangent(*tensors):
         raise GradientError(f"{op} has no forward-mode derivative: use reverse mode, or call it outside jvp.")
+
+
+def has_tangent(*tensors: torch.Tensor) -> bool:
+    """Whether a tensor has a forward-mode tangent, or may have one: traced tensors inside a jvp don't say."""
+    if torch.autograd.forward_ad._current_level < 0:
+        return False
+    return torch.compiler.is_compiling() or any(map(_has_tangent, tensors))
 
 
 def _has_tangent(tensor: torch.Tensor) -> bool:
@@ -83,10 +90,10 @@ def refuse_gradients(op: str, remedy: str, *tensors: torch.Tensor) -> None:
         )
 
 
-def gradient_free(name: str, function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+def gradient_free(name: str, function: Callable[..., Result]) -> Callable[..., Result]:
     """The function behind an op without a gradient: it refuses tensors that need one instead of dropping it."""
 
-    def run(*arguments: Any) -> torch.Tensor:
+    def run(*arguments: Any) -> Result:
         if torch.is_grad_enabled():
             tensors = [one for one in arguments if isinstance(one, torch.Tensor)]
             refuse_gradients(f"mmgraph::{name}", f"call mmgraph.ops.{name}.", *tensors)

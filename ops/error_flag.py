@@ -24,6 +24,7 @@ class Fault(enum.IntEnum):
     ATTENTION_OFFSETS = 4
     STORE_ROW = 5
     RANGES = 6
+    MIX_INDEX = 7
 
 
 FIELDS = 3  # count, row, value
@@ -58,6 +59,10 @@ _MESSAGES = {
         "expand_ranges: ranges must ascend, not overlap, end inside the rows and have sources of 32 bits that aren't "
         "negative: range {row} begins at {value} "
         "({count} such blocks of ranges). Unused ranges go last and begin at 2^31 - 1."
+    ),
+    Fault.MIX_INDEX: (
+        "mix_rows: an index was outside the table: token {row} had {value} ({count} such tokens). Indices are rows "
+        "of the table; a tap that isn't used has an index of the table and the weight 0. Those taps added nothing."
     ),
 }
 

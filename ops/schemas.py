@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from mmgraph.ops import checks, rotary_checks
+from mmgraph.ops import checks, rotary_checks, rowwise_checks
 from mmgraph.ops.registration import OpSpec, define
 
 Tensor = torch.Tensor
@@ -183,6 +183,33 @@ def _fake_rope_backward(
     return dq.new_empty((tokens, (heads + 2 * dk.shape[1]) * width)), dq_norm, dk_norm
 
 
+def _fake_add_norm(
+    x: Tensor, delta: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, kind: str
+) -> tuple[Tensor, Tensor]:
+    rowwise_checks.check_norm("add_norm", x, delta, weight, bias, eps, kind)
+    return x.new_empty(x.shape), x.new_empty(x.shape)
+
+
+def _fake_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, kind: str) -> Tensor:
+    rowwise_checks.check_norm("norm", x, None, weight, bias, eps, kind)
+    return x.new_empty(x.shape)
+
+
+def _fake_activation(x: Tensor, kind: str) -> Tensor:
+    rowwise_checks.check_activation("activation", "kind", x, kind, gated=False)
+    return x.new_empty(x.shape)
+
+
+def _fake_gated_activation(x: Tensor, kind: str) -> Tensor:
+    rowwise_checks.check_activation("gated_activation", "activation", x, kind, gated=True)
+    return x.new_empty((x.shape[0], x.shape[1] // 2))
+
+
+def _fake_mix(table: Tensor, indices: Tensor, weights: Tensor, base: Tensor | None) -> Tensor:
+    rowwise_checks.check_mix(table, indices, weights, base)
+    return (table if base is None else base).new_empty((indices.shape[0], table.shape[1]))
+
+
 _ASSEMBLE = "(Tensor input_ids, Tensor table, Tensor pool, Tensor row_map, bool strict) -> Tensor"
 _MERGE = "(Tensor embeds, Tensor mask, Tensor features, SymInt? num_placeholders) -> Tensor"
 _DEEPSTACK = "(Tensor hidden, Tensor pool, Tensor row_map, int level) -> Tensor"
@@ -193,6 +220,7 @@ _ATTENTION = f"({_ATTENTION_ARGUMENTS}) -> Tensor"
 
 _ROPE_TABLES = "Tensor? cos, Tensor? sin, Tensor? q_norm, Tensor? k_norm"
 _ROPE_MODEL = "int num_heads, int num_kv_heads, int head_dim, bool interleaved, float eps"
+_NORM = "Tensor? weight, Tensor? bias, float eps, str kind"
 _ROPE = f"(Tensor qkv, {_ROPE_TABLES}, {_ROPE_MODEL})"
 
 _SPECS = (
@@ -252,6 +280,11 @@ _SPECS = (
         "-> (Tensor, Tensor, Tensor)",
         _fake_rope_backward,
     ),
+    OpSpec("add_norm", f"(Tensor x, Tensor delta, {_NORM}) -> (Tensor, Tensor)", _fake_add_norm),
+    OpSpec("norm", f"(Tensor x, {_NORM}) -> Tensor", _fake_norm),
+    OpSpec("activation", "(Tensor x, str kind) -> Tensor", _fake_activation),
+    OpSpec("gated_activation", "(Tensor x, str kind) -> Tensor", _fake_gated_activation),
+    OpSpec("mix_rows", "(Tensor table, Tensor indices, Tensor weights, Tensor? base) -> Tensor", _fake_mix),
 )
 
 

@@ -8,6 +8,7 @@ from contextlib import contextmanager, nullcontext
 import torch
 
 from mmgraph.serving.errors import DeviceChoiceError, RequestError
+from mmgraph.serving.hub_ways import check_compile_backend
 from mmgraph.serving.job import Job, Progress, RunSettings, Scale
 from mmgraph.serving.model import (
     REAL_LIMITS,
@@ -103,3 +104,5 @@ def _check_numbers(settings: RunSettings) -> None:
         raise RequestError(f"--decode-steps must be zero or more, got {settings.decode_steps}")
     if settings.passes < 1:
         raise RequestError(f"--passes must be at least 1, got {settings.passes}")
+    if settings.compare:
+        check_compile_backend(settings.compile_backend)

@@ -1,7 +1,7 @@
 """One run of the main job: its passes in the order in which they must come, and what they show.
 
 First eager, to warm up and choose the tokens; then the reference in a wider dtype, while no graph holds an address of a
-weight; then eager and captured, timed, on the same tokens.
+weight; then eager and captured, timed, on the same tokens. `--compare` comes before all of them, for the same reason.
 """
 
 from __future__ import annotations
@@ -24,6 +24,9 @@ from mmgraph.capture import CaptureManager
 from mmgraph.ops import check_errors, select_backend
 from mmgraph.serving.compare import RULE, WIDER, compare_tokens, difference
 from mmgraph.serving.grids import decode_grid, prefill_grid, tower_grid
+from mmgraph.serving.hub_compare import Comparison
+from mmgraph.serving.hub_loop import HubPass
+from mmgraph.serving.hub_ways import INDUCTOR, compare_ways, loop_way
 from mmgraph.serving.loop import PHASES, Functions, PassResult, ServingLoop
 from mmgraph.serving.model import ImageLimits, raised_precision
 from mmgraph.serving.report import GraphUse, Memory, PhaseTime, RunReport
@@ -47,6 +50,8 @@ class RunSettings:
         size: Random weights' configuration: ``small``, ``real`` or ``auto``: real on CUDA.
         decode_steps: Greedy steps, zero or more.
         passes: Timed passes, at least 1.
+        compare: Serve the requests by transformers' own calls too: as it is, compiled, and accelerated.
+        compile_backend: torch.compile's backend for that.
     """
 
     requests: int = 6
@@ -58,6 +63,8 @@ class RunSettings:
     size: Literal["auto", "small", "real"] = "auto"
     decode_steps: int = 4
     passes: int = 3
+    compare: bool = False
+    compile_backend: str = INDUCTOR
 
 
 @dataclass(frozen=True)
@@ -99,18 +106,25 @@ class Job:
 
     def report(self, name: str, weights: str) -> RunReport:
         """Run every pass and put the findings together."""
+        compared = self._compare() if self.settings.compare else None
         with self.tell("eager pass, warming up"):
             tokens = self.loop.run(self.loop.eager()).tokens
         # Before any capture: the weights move while they are wider.
         with self.tell(f"reference pass in {_name(WIDER[self.dtype])}"):
             reference = self._reference(tokens)
         with self.tell("eager passes, timed"):
-            eager, eager_times, peak_eager = self._timed(self.loop.eager(), tokens)
+            eager, eager_times, _, peak_eager = self._timed(self.loop.eager(), tokens)
         graphs, seconds = self._capture()
         plain: Callable[..., Any] = self.loop.language.decode
         captured_functions = Functions(graphs["tower"], graphs["prefill"], graphs.get("decode", plain))
         with self.tell("captured passes"):
-            captured, captured_times, peak_captured = self._timed(captured_functions, tokens)
+            captured, captured_times, first, peak_captured = self._timed(captured_functions, tokens)
+        comparison = None
+        if compared is not None:
+            comparison, hub = compared
+            first += sum(seconds.values())
+            row = loop_way(comparison.ways[0], hub, tokens, captured, captured_times, first=first)
+            comparison = comparison.with_way(row)
         uses = [
             GraphUse.from_report(n, g.report(), seconds=seconds[n], passes=self.settings.passes + 1)
             for n, g in graphs.items()
@@ -158,6 +172,17 @@ class Job:
             ),
             token_ids=eager.tokens.T.tolist(),
             notes=self._notes(),
+            compare=comparison,
+        )
+
+    def _compare(self) -> tuple[Comparison, HubPass]:
+        return compare_ways(
+            self.model,
+            self.requests,
+            decode_steps=self.settings.decode_steps,
+            passes=self.settings.passes,
+            tell=self.tell,
+            compile_backend=self.settings.compile_backend,
         )
 
     def _reference(self, tokens: Tensor) -> PassResult:
@@ -172,15 +197,21 @@ class Job:
             )
             return loop.run(loop.eager(), forced=tokens)
 
-    def _timed(self, functions: Functions, tokens: Tensor) -> tuple[PassResult, dict[str, float], int | None]:
-        """After an untimed pass: the last pass's result, the median time of each phase, and the peak memory."""
+    def _timed(
+        self, functions: Functions, tokens: Tensor
+    ) -> tuple[PassResult, dict[str, float], float, int | None]:
+        """The last pass's result, the median time of each phase, the first pass's time, and the peak memory.
+
+        The first pass counts for none of the medians.
+        """
         cuda = self.device.type == "cuda"
         if cuda:
             torch.cuda.reset_peak_memory_stats(self.device)
-        results = [self.loop.run(functions, forced=tokens) for _ in range(self.settings.passes + 1)][1:]
+        begin, *results = [self.loop.run(functions, forced=tokens) for _ in range(self.settings.passes + 1)]
         check_errors(self.device)
         times = {phase: statistics.median(r.seconds[phase] for r in results) for phase in PHASES}
-        return results[-1], times, torch.cuda.max_memory_allocated(self.device) if cuda else None
+        peak = torch.cuda.max_memory_allocated(self.device) if cuda else None
+        return results[-1], times, sum(begin.seconds.values()), peak
 
     def _capture(self) -> tuple[dict[str, CaptureManager], dict[str, float]]:
         """Capture every bucket of the three functions; decode is left out where there are no decode steps."""

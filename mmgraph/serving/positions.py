@@ -7,87 +7,30 @@ that the host has already, so that nothing on the device is waited for.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-Grid = tuple[int, int, int]
-"""Frames, rows and columns of patches of one image."""
+from mmgraph.towers.grids import Grid
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float32]
 
 
-@dataclass(frozen=True, eq=False)
-class TowerMetadata:
-    """What the tower's blocks need for a batch of images, on the host.
-
-    Attributes:
-        table_rows: int64 ``[patches, 4]``, the rows of the learned position table that each patch mixes.
-        table_weights: float32 ``[patches, 4]``, their weights.
-        cos: float32 ``[patches, head_dim // 2]``.
-        sin: float32 ``[patches, head_dim // 2]``.
-        cu_seqlens: int32 ``[frames + 1]``; attention stays within a frame.
-        max_seqlen: The patches of the largest frame.
-    """
-
-    table_rows: Ints
-    table_weights: Floats
-    cos: Floats
-    sin: Floats
-    cu_seqlens: npt.NDArray[np.int32]
-    max_seqlen: int
-
-
-def patch_coordinates(grid: Grid, merge: int) -> tuple[Ints, Ints]:
-    """Row and column of every patch of an image, in the patches' order: merge block after merge block.
+def tower_rotary(positions: npt.NDArray[np.int32], *, inv_freq: Floats) -> tuple[Floats, Floats]:
+    """Cosine and sine of the tower's blocks: the row's frequencies, then the column's.
 
     Args:
-        grid: Frames, rows, columns; rows and columns are multiples of ``merge``.
-        merge: Side of a merge block.
+        positions: int32 ``[patches, 2]``, row and column of each patch.
+        inv_freq: float32 ``[head_dim // 4]``, the rotary frequencies of one axis.
 
     Returns:
-        Two int64 arrays ``[frames * rows * columns]``.
+        Two float32 arrays ``[patches, head_dim // 2]``.
     """
-    frames, height, width = grid
-    shape = (height // merge, merge, width // merge, merge)
-    row, column = np.meshgrid(np.arange(height), np.arange(width), indexing="ij")
-    blocked = [a.reshape(shape).transpose(0, 2, 1, 3).reshape(-1) for a in (row, column)]
-    return np.tile(blocked[0], frames), np.tile(blocked[1], frames)
-
-
-def tower_metadata(grids: Sequence[Grid], *, side: int, merge: int, inv_freq: Floats) -> TowerMetadata:
-    """Everything that the tower's blocks need beside the patches.
-
-    Args:
-        grids: The images' grids, in the order of their patches; at least one.
-        side: Side of the square learned position table.
-        merge: Side of a merge block.
-        inv_freq: float32 ``[head_dim // 4]``, the rotary frequencies of one axis.
-    """
-    rows, columns, mixed, weights, lengths = [], [], [], [], []
-    for grid in grids:
-        row, column = patch_coordinates(grid, merge)
-        rows.append(row)
-        columns.append(column)
-        taps_h, weights_h = _taps(row, grid[1], side)
-        taps_w, weights_w = _taps(column, grid[2], side)
-        mixed.append((taps_h[:, :, None] * side + taps_w[:, None, :]).reshape(-1, 4))
-        weights.append((weights_h[:, :, None] * weights_w[:, None, :]).reshape(-1, 4))
-        lengths += [grid[1] * grid[2]] * grid[0]
-    row, column = np.concatenate(rows), np.concatenate(columns)
-    angles = np.concatenate(
-        [row[:, None].astype(np.float32) * inv_freq, column[:, None].astype(np.float32) * inv_freq], axis=1
-    )
-    return TowerMetadata(
-        table_rows=np.concatenate(mixed),
-        table_weights=np.concatenate(weights),
-        cos=np.cos(angles),
-        sin=np.sin(angles),
-        cu_seqlens=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32),
-        max_seqlen=max(lengths),
-    )
+    # Few rows and columns differ, so that their cosines are looked up.
+    angles = np.arange(positions.max(initial=-1) + 1, dtype=np.float32)[:, None] * inv_freq
+    shape = (len(positions), 2 * len(inv_freq))
+    return np.cos(angles)[positions].reshape(shape), np.sin(angles)[positions].reshape(shape)
 
 
 def prompt_positions(length: int, images: Sequence[tuple[int, Grid]], merge: int) -> Ints:
@@ -138,12 +81,3 @@ def text_rotary(
         axis[number : sections[number] * 3 : 3] = number
     angles = positions[axis].T.astype(np.float32) * inv_freq
     return np.cos(angles) * np.float32(scaling), np.sin(angles) * np.float32(scaling)
-
-
-def _taps(index: Ints, size: int, side: int) -> tuple[Ints, Floats]:
-    """The two table entries beside each index of an axis stretched over the whole table, and their weights."""
-    source = index.astype(np.float32) * np.float32(side - 1) / np.float32(max(size - 1, 1))
-    low = np.floor(source)
-    taps = np.stack([low, low + 1], axis=1).astype(np.int64).clip(0, side - 1)
-    share = source - low
-    return taps, np.stack([1 - share, share], axis=1)

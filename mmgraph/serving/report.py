@@ -9,6 +9,7 @@ from typing import Any
 
 from mmgraph.capture import Report
 from mmgraph.serving.compare import Difference, TokenCheck
+from mmgraph.serving.hub_compare import Comparison
 
 MAIN_SIZE = {"tower": "tokens", "prefill": "tokens", "decode": "batch"}
 """The size of each captured function that its padding share is counted in."""
@@ -95,6 +96,7 @@ class RunReport:
         tokens: The greedy tokens, compared.
         token_ids: The eager pass's tokens of each request.
         notes: What a reader must know to read the numbers rightly.
+        compare: The same requests by transformers' own calls in several ways, where that was asked for.
     """
 
     environment: Mapping[str, Any]
@@ -111,16 +113,23 @@ class RunReport:
     tokens: TokenCheck
     token_ids: list[list[int]]
     notes: list[str]
+    compare: Comparison | None = None
+
+    @property
+    def agrees(self) -> bool:
+        """Whether eager and captured agree within the tolerance, tokens too."""
+        return self.tokens.ok and all(d.ok for d in self.differences)
 
     @property
     def ok(self) -> bool:
-        """Whether eager and captured agree within the tolerance, tokens too."""
-        return self.tokens.ok and all(d.ok for d in self.differences)
+        """Whether they agree and, where that was asked for, mmgraph agrees with transformers."""
+        return self.agrees and (self.compare is None or self.compare.ok)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain dictionaries, lists and numbers, ready for JSON."""
         found: dict[str, Any] = asdict(self)
         found["ok"] = self.ok
+        found["compare"] = None if self.compare is None else self.compare.to_dict()
         found["tokens"]["equal"] = self.tokens.equal
         for entry, difference in zip(found["differences"], self.differences, strict=True):
             entry["ok"] = difference.ok

@@ -20,7 +20,8 @@ from torch import Tensor
 from mmgraph.serving.errors import RequestError
 from mmgraph.serving.model import ImageLimits
 from mmgraph.serving.photos import Photo
-from mmgraph.serving.positions import Grid, Ints, prompt_positions
+from mmgraph.serving.positions import Ints, prompt_positions
+from mmgraph.towers.grids import Grid
 
 _DETAIL = (0.5, 1.0, 0.25)
 """Share of the largest pixel number that successive photos may have, so that sizes differ. The first photo, which is

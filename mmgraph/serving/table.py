@@ -6,6 +6,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from mmgraph.serving.hub_table import show_comparison
 from mmgraph.serving.report import PhaseTime, RunReport
 
 
@@ -34,8 +35,10 @@ def show(report: RunReport, console: Console) -> None:
         console.print(f"[dim]{note}[/dim]")
     verdict = "[bold green]eager and captured agree[/bold green]"
     console.print(
-        verdict if report.ok else "[bold red]eager and captured differ beyond the tolerance[/bold red]"
+        verdict if report.agrees else "[bold red]eager and captured differ beyond the tolerance[/bold red]"
     )
+    if report.compare is not None:
+        show_comparison(report.compare, report.settings["passes"], console)
 
 
 def _table(*columns: str) -> Table:

@@ -16,8 +16,9 @@ from torch.nn import functional
 
 from mmgraph.capture import BucketGrid, CaptureManager, bucket_size, offsets, rows
 from mmgraph.ops import varlen_attention
-from mmgraph.serving.positions import Grid, tower_metadata
-from mmgraph.staging import upload
+from mmgraph.serving.positions import tower_rotary
+from mmgraph.towers.grids import Grid, GridCache, GridLayout, PositionTable
+from mmgraph.towers.upload import upload_together
 
 
 class TowerOutput(TypedDict):
@@ -42,6 +43,12 @@ class VisionTower:
         self.unit = self.merge**2
         self.levels = len(visual.deepstack_visual_indexes)
         self.width: int = visual.config.out_hidden_size
+        table = PositionTable(
+            visual.num_grid_per_side,
+            mode=visual.interpolation_mode,
+            align_corners=visual.interpolation_align_corners,
+        )
+        self._grids = GridCache(GridLayout(merge=self.merge, table=table))
         self._inv_freq = visual.rotary_pos_emb.inv_freq.detach().to("cpu", torch.float32).numpy().copy()
 
     def prepare(self, patches: Tensor, grids: Sequence[Grid]) -> dict[str, Any]:
@@ -52,26 +59,27 @@ class VisionTower:
             grids: The images' grids, in order; their patches must add up to ``tokens``.
 
         Raises:
+            GridError: The grids aren't positive, or not whole merge blocks.
             ValueError: The grids don't add up to the patches.
         """
-        total = sum(frames * height * width for frames, height, width in grids)
-        if total != patches.shape[0] or not grids:
+        host = self._grids.batch(grids)
+        if host.patches != patches.shape[0] or not host.grids:
             raise ValueError(
-                f"the grids {list(grids)} hold {total} patches, and {patches.shape[0]} came: "
+                f"the grids {list(grids)} hold {host.patches} patches, and {patches.shape[0]} came: "
                 "give one grid per image"
             )
-        host = tower_metadata(
-            grids, side=self.visual.num_grid_per_side, merge=self.merge, inv_freq=self._inv_freq
-        )
-        device = patches.device
-
+        cos, sin = tower_rotary(host.positions, inv_freq=self._inv_freq)
+        found = host.arrays()
+        arrays = {
+            "table_rows": found["taps"],
+            "table_weights": found["tap_weights"],
+            "cos": cos,
+            "sin": sin,
+            "cu_seqlens": host.cu_seqlens,
+        }
         return {
             "patches": patches.to(self.visual.pos_embed.weight.dtype),
-            "table_rows": upload(host.table_rows, device),
-            "table_weights": upload(host.table_weights, device),
-            "cos": upload(host.cos, device),
-            "sin": upload(host.sin, device),
-            "cu_seqlens": upload(host.cu_seqlens, device),
+            **upload_together(arrays, patches.device),
             "max_seqlen": host.max_seqlen,
         }
 
@@ -89,7 +97,7 @@ class VisionTower:
 
         Args:
             patches: ``[tokens, patch_dim]`` in the tower's dtype.
-            table_rows: int64 ``[tokens, 4]``.
+            table_rows: int32 ``[tokens, 4]``.
             table_weights: float32 ``[tokens, 4]``.
             cos: float32 ``[tokens, head_dim // 2]``.
             sin: float32 ``[tokens, head_dim // 2]``.

@@ -81,10 +81,6 @@ class FixedEncoder:
         """An item is one."""
         return {self.unit: 1}
 
-    def fits(self, name: str, batch: Tensor) -> bool:
-        """Whether a batch's rows have the shape of an input."""
-        return tuple(batch.shape[1:]) == self._declared[name].shape
-
     def example(self) -> FixedItem:
         """An item of zeros, to capture with."""
         return FixedItem(
@@ -108,8 +104,8 @@ class FixedEncoder:
             other = next((part for part in parts if tuple(part.shape) != declared.shape), None)
             if other is not None:
                 raise TowerError(
-                    f"{name} of each item must have the shape {list(declared.shape)}, got {list(other.shape)}: items of "
-                    "another size need an encoder of their own"
+                    f"{name} of each item must have the shape {list(declared.shape)}, got {list(other.shape)}: "
+                    "items of another size need an encoder of their own"
                 )
             made[name] = stacked(parts).to(self.device, declared.dtype, non_blocking=True)
         return made
@@ -126,7 +122,8 @@ class FixedEncoder:
 
     def grid(self, largest: int) -> BucketGrid:
         """Buckets of 1, 2, 4 and so on to ``largest`` items."""
-        return BucketGrid(**{self.unit: doubling(largest)})
+        sizes: dict[str, Any] = {self.unit: doubling(largest)}
+        return BucketGrid(**sizes)
 
 
 def doubling(largest: int) -> tuple[int, ...]:

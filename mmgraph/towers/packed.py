@@ -22,6 +22,7 @@ from mmgraph.towers.mergers import Merger, ShuffledMerger
 from mmgraph.towers.rewrites import Rewrites
 from mmgraph.towers.rotary import RotaryTables
 from mmgraph.towers.upload import upload_together
+from mmgraph.towers.uploaded import UploadCache
 
 __all__ = ["PackedTower", "TowerParts", "item_tokens"]
 
@@ -67,6 +68,8 @@ class PackedTower:
         rewrites: Which rewrites it runs with.
         read: Takes the patches and the grid from an item; by default from a `PatchItem` or a `MultimodalDataItem`.
         keep_last: Whether to give the last hidden state too, which the language model doesn't need.
+        deep_beside: Whether deepstack levels stand beside the rows, in one tensor, as `EncoderSpec(deepstack=True)`
+            wants it; else each is a tensor of its own.
     """
 
     def __init__(
@@ -75,14 +78,16 @@ class PackedTower:
         *,
         rewrites: Rewrites | None = None,
         read: Callable[[Any], PatchItem] = read_item,
-        keep_last: bool = True,
+        keep_last: bool = False,
+        deep_beside: bool = True,
     ) -> None:
         self.parts = parts
         self.rewrites = Rewrites() if rewrites is None else rewrites
-        self.keep_last = keep_last
+        self.keep_last, self.deep_beside = keep_last, deep_beside
         self.unit = parts.layout.merge**2
         self._read = read
         self._cache = GridCache(parts.layout)
+        self._uploaded = UploadCache()
         self.join()
 
     def join(self) -> None:
@@ -132,7 +137,9 @@ class PackedTower:
     def outputs(self) -> dict[str, Any]:
         """The declaration of `forward`'s outputs."""
         merged = rows("tokens", per=self.unit)
-        declared: dict[str, Any] = {"rows": merged, "deep": [merged for _ in self.parts.deep]}
+        declared: dict[str, Any] = {"rows": merged}
+        if not self.deep_beside:
+            declared["deep"] = [merged for _ in self.parts.deep]
         if self.keep_last:
             declared["last"] = rows("tokens", per=self.parts.last_per)
         return declared
@@ -161,7 +168,13 @@ class PackedTower:
         return {"patches": patches, **self.metadata([item.grid for item in read])}
 
     def metadata(self, grids: Sequence[Grid]) -> dict[str, Any]:
-        """The inputs beside the patches: from the cache, and on the device by one copy that nobody waits for."""
+        """The inputs beside the patches: as they are on the device from an earlier call, or by one copy from the host.
+
+        Nobody waits for it, and nobody may write to it.
+        """
+        return self._uploaded.get(tuple(grids), self.device, self._made)
+
+    def _made(self, grids: tuple[Grid, ...]) -> dict[str, Any]:
         host = self._cache.batch(grids)
         side = max((max(grid[1:]) for grid in grids), default=1)
         return {**upload_together(host.arrays(), self.device), "max_seqlen": host.max_seqlen, "side": side}
@@ -194,7 +207,8 @@ class PackedTower:
             cu_windows: int32 ``[windows + 1]``.
 
         Returns:
-            "rows" ``[tokens / unit, width]``, "deep" with one such tensor for each level, and "last".
+            "rows" ``[tokens / unit, width]``, with the levels' rows beside them or in a list "deep" of their own, and
+            "last".
         """
         parts = self.parts
         hidden = patch_rows(patches, parts.projection)
@@ -217,16 +231,19 @@ class PackedTower:
         last, merged = parts.merger(stream)
         if back is not None:
             merged = merged.index_select(0, back)
-        result: dict[str, Any] = {"rows": merged, "deep": deep.rows}
+        result: dict[str, Any] = {"rows": merged}
+        if not self.deep_beside:
+            result["deep"] = deep.rows
+        elif deep.rows:
+            result["rows"] = torch.cat([merged, *deep.rows], dim=1)
         if self.keep_last:
             result["last"] = last
         return result
 
-    def split(self, outputs: Mapping[str, Any], items: Sequence[Any]) -> list[Tensor]:
-        """Each item's rows; deepstack levels stand beside them, as `EncoderSpec(deepstack=True)` wants it."""
+    def split(self, outputs: Mapping[str, Any], items: Sequence[Any]) -> Sequence[Any]:
+        """Each item's rows."""
         counts = [item_tokens(self._read(item).grid) // self.unit for item in items]
-        joined = torch.cat([outputs["rows"], *outputs["deep"]], 1) if outputs["deep"] else outputs["rows"]
-        return list(joined.split(counts))
+        return list(outputs["rows"].split(counts))
 
 
 class _Levels:

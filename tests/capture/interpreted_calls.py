@@ -17,7 +17,7 @@ from call_kernels import (
     stagings,
 )
 from hypothesis import given, settings
-from interpreting import allow_new_numpy
+from interpreting import allow_new_numpy, patch_once
 from test_padding import VALUES, as_it_is, check_fill, paddings
 
 from mmgraph.capture import padding, publishing
@@ -81,6 +81,7 @@ def padding_of_every_dtype():
 
 if __name__ == "__main__":
     allow_new_numpy()
+    patch_once()
     torch.set_num_threads(1)
     staged()
     published()

@@ -20,6 +20,7 @@ from interpreting import (
     is_wrong,
     offsets_of,
     packed,
+    patch_once,
     recorded,
 )
 
@@ -175,6 +176,7 @@ def rows_in_front_are_zero():
 
 if __name__ == "__main__":
     allow_new_numpy()
+    patch_once()
     assembly()
     recorded_errors()
     attention()

@@ -10,7 +10,7 @@ import os
 import numpy as np
 import pytest
 import torch
-from interpreting import allow_new_numpy, expect
+from interpreting import allow_new_numpy, expect, patch_once
 
 from mmgraph import ops
 from mmgraph.ops.assembly import backward as plain_backward
@@ -197,6 +197,7 @@ def gradients():
 
 if __name__ == "__main__":
     allow_new_numpy()
+    patch_once()
     lists()
     ranges()
     places()

@@ -11,7 +11,7 @@ from unittest import mock
 
 import pytest
 import torch
-from interpreting import allow_new_numpy
+from interpreting import allow_new_numpy, patch_once
 
 from mmgraph import ops
 from mmgraph.ops.attention import cudnn_backend, cudnn_plans, reference
@@ -180,6 +180,7 @@ def calls_equal_the_reference():
 
 if __name__ == "__main__":
     allow_new_numpy()
+    patch_once()
     right_offsets()
     wrong_offsets()
     calls_equal_the_reference()

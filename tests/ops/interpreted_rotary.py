@@ -7,7 +7,7 @@ import itertools
 import os
 
 import torch
-from interpreting import allow_new_numpy
+from interpreting import allow_new_numpy, patch_once
 
 from mmgraph.ops.rotary import cuda as kernels
 from mmgraph.ops.rotary import reference
@@ -124,6 +124,7 @@ def backward(generator, shape, dtype, tokens, rotation):
 
 if __name__ == "__main__":
     allow_new_numpy()
+    patch_once()
     # Several tokens for each program of a backward that sums.
     kernels._SUMMING_PROGRAMS = 2
     g = torch.Generator().manual_seed(0)

@@ -19,6 +19,7 @@ from interpreting import (
     is_wrong,
     offsets_of,
     packed,
+    patch_once,
     recorded,
 )
 
@@ -136,6 +137,7 @@ def offsets_never_lead_outside():
 
 if __name__ == "__main__":
     allow_new_numpy()
+    patch_once()
     with mock.patch.object(zero_tail, "_PROGRAMS", 6):
         a_finite_tail_leaves_all_rows_alone()
         sequences_within_reach_are_computed_anew()

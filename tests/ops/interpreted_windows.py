@@ -22,6 +22,7 @@ from interpreting import (
     is_wrong,
     offsets_of,
     packed,
+    patch_once,
     recorded,
 )
 
@@ -216,6 +217,7 @@ def in_front_of(q, offsets, blocks):
 
 if __name__ == "__main__":
     allow_new_numpy()
+    patch_once()
     parts = (
         (special_batches, many_sequences),
         (any_batches,),

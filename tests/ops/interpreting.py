@@ -4,6 +4,7 @@ import itertools
 from contextlib import contextmanager
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 
@@ -22,6 +23,44 @@ def allow_new_numpy():
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.squeeze()))
 
     interpreter._patch_lang_tensor = patch_and_mend
+
+
+def patch_once():
+    """Give kernels the interpreter's triton.language for good, where they would get it anew again and again.
+
+    The interpreter lists all that the language holds, for what to replace, at each launch and at each call of a helper
+    in a kernel, which took more than half of these scripts' time; and a launch puts back what it replaced.
+    """
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    patch = interpreter._patch_lang
+    patched = set()
+
+    def patch_what_is_new(fn):
+        seen = frozenset(of.__name__ for of in fn.__globals__.values() if of is tl or of is tl.core)
+        if seen not in patched:
+            patch(fn)
+            patched.add(seen)
+        return interpreter._LangPatchScope()  # nothing to put back
+
+    interpreter._patch_lang = patch_what_is_new
+
+
+def round_to_nearest():
+    """The interpreter cuts float32 to bfloat16, and takes float64 for an integer there; devices round."""
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    plain = interpreter.InterpreterBuilder.cast_impl
+
+    def cast_impl(self, src, dst_type):
+        if dst_type.scalar != tl.bfloat16 or src.dtype.scalar not in (tl.float32, tl.float64):
+            return plain(self, src, dst_type)
+        rounded = torch.from_numpy(np.ascontiguousarray(src.data)).bfloat16().view(torch.uint16).numpy()
+        return interpreter.TensorHandle(rounded.reshape(src.data.shape), tl.bfloat16)
+
+    interpreter.InterpreterBuilder.cast_impl = cast_impl
 
 
 def expect(words, call):

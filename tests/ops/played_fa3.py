@@ -1,9 +1,10 @@
 """Calls the fa3 backend with a registered op of FlashAttention 3's schema behind it; fails on a wrong argument.
 
-Started by test_fa3_arguments.py with the name of the op's namespace, in a process of its own: an op can't be
-registered twice.
+Started by test_fa3_arguments.py in a process of its own. Each way to play the package is a fork of it: an op can't be
+registered twice, and PyTorch takes seconds to import.
 """
 
+import os
 import sys
 import types
 from unittest import mock
@@ -13,11 +14,10 @@ import torch
 from mmgraph.ops import packages
 from mmgraph.ops.attention import fa3, flash_shared, reference
 
-NAMESPACE = sys.argv[1]
 MODULES = {
     "fa3_fwd": ("fa3_fwd_interface", "fa3_fwd_config"),
     "flash_attn_3": ("flash_attn_interface", "flash_attn_config"),
-}[NAMESPACE]
+}
 
 # As FlashAttention 3 registers it.
 SCHEMA = """fwd(
@@ -55,13 +55,13 @@ def play(seen, names, count):
     return fwd
 
 
-def check(schema, library):
+def check(schema, namespace, library):
     library.define(" ".join(schema.split()))
-    registered = getattr(torch.ops, NAMESPACE).fwd.default._schema
+    registered = getattr(torch.ops, namespace).fwd.default._schema
     names = [argument.name for argument in registered.arguments]
     seen, tails = [], []
     library.impl("fwd", play(seen, names, len(registered.returns)), "CPU")
-    assert fa3._build().name == MODULES[0]
+    assert fa3._build().name == MODULES[namespace][0]
 
     g = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(9, heads, 16, generator=g) for heads in (4, 2, 2))
@@ -91,10 +91,19 @@ def check(schema, library):
             assert tails.pop()[-2:] == (scale, causal)
 
 
-if __name__ == "__main__":
-    for name in MODULES:
+def play_package(namespace, schema):
+    """The package that has the namespace, and no other, with an op of that schema."""
+    for name in MODULES[namespace]:
         sys.modules[name] = types.ModuleType(name)
-    sys.modules[MODULES[1]].CONFIG = {"build_flags": {}}
-    packages.is_installed = lambda name: name == MODULES[0]
-    check(SCHEMA if sys.argv[2] == "released" else TURNED, torch.library.Library(NAMESPACE, "DEF"))
-    print("placed")
+    sys.modules[MODULES[namespace][1]].CONFIG = {"build_flags": {}}
+    packages.is_installed = lambda name: name == MODULES[namespace][0]
+    check(schema, namespace, torch.library.Library(namespace, "DEF"))
+    print(namespace, "placed", flush=True)
+
+
+if __name__ == "__main__":
+    for namespace, schema in (("fa3_fwd", SCHEMA), ("flash_attn_3", SCHEMA), ("fa3_fwd", TURNED)):
+        if not (child := os.fork()):
+            play_package(namespace, schema)
+            sys.exit()
+        assert os.waitpid(child, 0)[1] == 0

@@ -70,6 +70,28 @@ def rotary_samples():
     yield "packed_qkv_rope_", (none, table, table, None, None, *counts, False, 1e-6), {}
 
 
+def rowwise_samples():
+    for layout, dtype in zip(LAYOUTS, (torch.float32, torch.bfloat16, torch.float64), strict=True):
+        x, weight = matrix(5, 4, layout, dtype), matrix(4, 1, layout, dtype)[:, 0]
+        yield "add_norm", (x, matrix(5, 4, dtype=dtype), weight, weight, 1e-6, "layer"), {}
+        yield "add_norm", (matrix(5, 4, dtype=dtype), x, None, None, 1e-6, "rms"), {}
+        yield "norm", (x, weight, None, 1e-6, "layer"), {}
+        yield "activation", (x, "gelu"), {}
+        yield "gated_activation", (x, "quick_gelu"), {}
+        places, shares = IDS[:, None].clamp(max=4).expand(5, 2), matrix(5, 2, layout)
+        yield "mix_rows", (x, places, shares, None), {}
+        yield "mix_rows", (x, places.int(), shares, matrix(5, 4, layout)), {}
+    none, one = matrix(0, 4), torch.ones(4).as_strided((1, 4), (1, 1))  # a single row's stride may be anything
+    yield "add_norm", (none, none, None, None, 1e-6, "rms"), {}
+    yield "add_norm", (one, one, None, None, 1e-6, "rms"), {}
+    yield "norm", (one, None, None, 1e-6, "layer"), {}
+    yield "activation", (one, "silu"), {}
+    yield "gated_activation", (none, "silu"), {}
+    yield "gated_activation", (one, "silu"), {}
+    yield "mix_rows", (one, one[:, :2].long() * 0, one[:, :2], one), {}
+    yield "mix_rows", (matrix(3, 4), none.long(), none, None), {}
+
+
 def samples():
     for layout, dtype in itertools.product(LAYOUTS, (torch.float32, torch.bfloat16)):
         table, pool = matrix(4, 3, layout), matrix(3, 3, layout, dtype)
@@ -109,6 +131,7 @@ def samples():
         grad = heads(6, 4, 5, layout)
         yield "varlen_attention_backward", (grad, q, k, v, out, lse, CU, 3, None, causal), {}
     yield from rotary_samples()
+    yield from rowwise_samples()
     yield "varlen_attention", (heads(0, 2, 4), heads(0, 2, 4), heads(0, 2, 4), CU[:1], 0, None, False), {}
 
 

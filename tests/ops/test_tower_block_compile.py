@@ -37,9 +37,16 @@ def assert_forward_is_right(compiled, block, exact, size):
     assert bool(results[0][covered:].isnan().all())
 
 
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+# A compilation takes seconds: every mode with the defaults, and the other dtype and the named backend each with one.
 @pytest.mark.parametrize(
-    ("backend", "dtype"), [(None, torch.float32), (None, torch.bfloat16), ("reference", torch.float32)]
+    ("backend", "dtype", "mode"),
+    [
+        (None, torch.float32, torch.no_grad),
+        (None, torch.float32, torch.inference_mode),
+        (None, torch.float32, torch.enable_grad),
+        (None, torch.bfloat16, torch.inference_mode),
+        ("reference", torch.float32, torch.no_grad),
+    ],
 )
 def test_one_dynamic_graph_serves_ten_sizes(backend, dtype, mode):
     block = make_block(backend, dtype)

@@ -4,7 +4,6 @@ The metadata that the host computes equals what transformers computes with tenso
 level are within twice the error that transformers' float32 has against float64.
 """
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -12,7 +11,6 @@ from hypothesis import strategies as st
 from transformers.vision_utils import get_vision_interpolation_indices_and_weights, get_vision_position_ids
 
 from mmgraph.serving.model import raised_precision, random_model, small_config
-from mmgraph.serving.positions import tower_metadata
 from mmgraph.serving.tower import VisionTower
 
 CPU = torch.device("cpu")
@@ -32,26 +30,29 @@ grids_strategy = st.lists(
 )
 
 
-@given(grids=grids_strategy, side=st.integers(2, 48))
-def test_metadata_equals_transformers(grids, side):
-    inv_freq = (1.0 / 10000.0 ** (torch.arange(0, 12, 2, dtype=torch.float) / 12)).numpy()
-    host = tower_metadata(grids, side=side, merge=2, inv_freq=inv_freq)
+@given(grids=grids_strategy)
+def test_metadata_equals_transformers(visual, grids):
     thw = torch.tensor(grids)
+    total = sum(t * h * w for t, h, w in grids)
+    got = VisionTower(visual).prepare(torch.zeros(total, 1536), grids)
     rows, weights = get_vision_interpolation_indices_and_weights(
-        thw, num_grid_per_side=side, mode="bilinear", align_corners=True, spatial_merge_size=2
+        thw,
+        num_grid_per_side=visual.num_grid_per_side,
+        mode=visual.interpolation_mode,
+        align_corners=visual.interpolation_align_corners,
+        spatial_merge_size=2,
     )
-    # Where a weight is zero the row doesn't count: transformers may name another one there after rounding.
-    counts = (weights > 1e-4).numpy()
-    np.testing.assert_array_equal(np.where(counts, host.table_rows, 0), np.where(counts, rows.numpy(), 0))
-    np.testing.assert_allclose(host.table_weights, weights.numpy(), atol=1e-5)
-    places = get_vision_position_ids(thw, 2).numpy()
-    angles = (places[:, :, None].astype(np.float32) * inv_freq).reshape(len(places), -1)
-    np.testing.assert_allclose(host.cos, np.cos(angles), atol=1e-6)
-    np.testing.assert_allclose(host.sin, np.sin(angles), atol=1e-6)
+    assert torch.equal(got["table_rows"].long(), rows)
+    assert torch.equal(got["table_weights"], weights)
+    cos, sin = visual.rotary_pos_emb(torch.zeros(1), get_vision_position_ids(thw, 2))
+    half = cos.shape[1] // 2
+    for mine, theirs in ((got["cos"], cos), (got["sin"], sin)):
+        torch.testing.assert_close(torch.cat([mine, mine], 1), theirs, rtol=0, atol=1e-6)
+        assert mine.shape == (total, half)
     lengths = [h * w for t, h, w in grids for _ in range(t)]
-    assert np.diff(host.cu_seqlens).tolist() == lengths
-    assert host.max_seqlen == max(lengths)
-    assert host.cu_seqlens.dtype == np.int32
+    assert got["cu_seqlens"].dtype == torch.int32
+    assert got["cu_seqlens"].diff().tolist() == lengths
+    assert got["max_seqlen"] == max(lengths)
 
 
 @pytest.mark.parametrize("kind", ["sdpa", "eager"])

@@ -423,12 +423,55 @@ def _idefics3(kind: str) -> Callable[[torch.Generator], Built]:
     return make
 
 
-#: Families whose images have one size.
+def _kimi(generator: torch.Generator) -> Built:
+    """Images of any size, by grids in raster order; one row of the language model for four patches."""
+    config = hub.Kimi_K25Config(
+        vision_config={
+            "patch_size": PATCH,
+            "pos_emb_height": 6,
+            "pos_emb_width": 6,
+            "num_attention_heads": 2,
+            "num_hidden_layers": 2,
+            "hidden_size": WIDTH,
+            "intermediate_size": 44,
+        },
+        text_config={
+            "model_type": "deepseek_v3",
+            **_decoder(num_key_value_heads=4),
+            "kv_lora_rank": 8,
+            "q_lora_rank": 8,
+            "qk_rope_head_dim": 4,
+            "qk_nope_head_dim": 4,
+            "v_head_dim": 8,
+            "n_routed_experts": 4,
+            "n_group": 1,
+            "topk_group": 1,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+            "first_k_dense_replace": 1,
+        },
+        projection_hidden_size=WIDTH,
+        image_token_id=IMAGE,
+        video_token_id=VIDEO,
+        tie_word_embeddings=False,
+    )
+    grids = [grid for prompt in IMAGE_GRIDS for grid in prompt]
+    counts = [[math.prod(grid) // 4 for grid in prompt] for prompt in IMAGE_GRIDS]
+    inputs = _prompts(counts, IMAGE, generator)
+    pixels = torch.randn(sum(map(math.prod, grids)), 3, PATCH, PATCH, generator=generator)
+    inputs |= {"pixel_values": pixels, "image_grid_thw": torch.tensor(grids)}
+    return hub.Kimi_K25ForConditionalGeneration(config), inputs
+
+
+#: Families whose images have one size, and Kimi, whose tower is captured as it stands, too.
 FIXED: dict[str, Callable[[torch.Generator], Built]] = {
     "llava_clip": _llava("clip_vision_model"),
     "llava_siglip": _llava_siglip,
     "vipllava": _vipllava,
     "llava_next": _anyres("LlavaNextConfig", "LlavaNextForConditionalGeneration", "clip_vision_model"),
+    "llava_next_video": _anyres(
+        "LlavaNextVideoConfig", "LlavaNextVideoForConditionalGeneration", "clip_vision_model"
+    ),
     "llava_onevision": _anyres(
         "LlavaOnevisionConfig",
         "LlavaOnevisionForConditionalGeneration",
@@ -442,6 +485,7 @@ FIXED: dict[str, Callable[[torch.Generator], Built]] = {
     "cohere2_vision": _cohere2,
     "idefics3": _idefics3("Idefics3"),
     "smolvlm": _idefics3("SmolVLM"),
+    "kimi_k25": _kimi,
 }
 
 

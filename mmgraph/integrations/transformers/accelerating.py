@@ -1,4 +1,4 @@
-"""`accelerate`: one call that finds what can be made faster in a transformers model, and makes it so; `restore` undoes it."""
+"""`accelerate`: finds what can be made faster in a transformers model, and makes it so; `restore` undoes it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from mmgraph.errors import OptionError, UnsupportedModelError
 from mmgraph.integrations.transformers.audio_site import AudioSite
 from mmgraph.integrations.transformers.fixed_families import FIXED_MODELS
 from mmgraph.integrations.transformers.fixed_site import FixedSite
-from mmgraph.integrations.transformers.merging import install_merge
+from mmgraph.integrations.transformers.kimi_site import KimiSite
+from mmgraph.integrations.transformers.merging import install_merge, merges
 from mmgraph.integrations.transformers.packed_families import PACKED_TOWERS
 from mmgraph.integrations.transformers.packed_site import PackedSite
 from mmgraph.integrations.transformers.patches import Patches
@@ -167,14 +168,10 @@ def site_makers() -> dict[str, Callable[[str, Any, Options], Site]]:
         **dict.fromkeys(PACKED_TOWERS, PackedSite),
         **dict.fromkeys(FIXED_MODELS, FixedSite),
         "Qwen2AudioModel": AudioSite,
+        "Kimi_K25Model": KimiSite,
     }
 
 
 def merging_models(model: nn.Module) -> list[nn.Module]:
     """The modules of a model that merge features into text."""
-    return [
-        module
-        for _, module in model.named_modules()
-        if callable(getattr(module, "get_placeholder_mask", None))
-        and any(isinstance(getattr(module, name, None), nn.Module) for name in ("language_model", "text_model"))
-    ]
+    return [module for _, module in model.named_modules() if merges(module)]

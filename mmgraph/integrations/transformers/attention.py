@@ -117,11 +117,12 @@ class TowerAttention:
     """
 
     def __init__(self, tower: torch.nn.Module, backend: str | None = None) -> None:
-        found = [getattr(module, "config", None) for module in tower.modules()]
         # Parts share one configuration, or have one each.
-        self._configs = list(
-            {id(one): one for one in found if hasattr(one, "_attn_implementation_internal")}.values()
-        )
+        self._configs: list[Any] = []
+        for config in map(_config_of, tower.modules()):
+            known = any(config is one for one in self._configs)
+            if not known and hasattr(config, "_attn_implementation_internal"):
+                self._configs.append(config)
         self._backend = backend
         self._turn = threading.RLock()
 
@@ -146,3 +147,7 @@ class TowerAttention:
         """Within it no other thread gives the tower mmgraph's attention."""
         with self._turn:
             yield
+
+
+def _config_of(module: torch.nn.Module) -> Any:
+    return getattr(module, "config", None)

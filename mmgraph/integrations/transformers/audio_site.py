@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from mmgraph.capture import CapturedEncoder
-from mmgraph.errors import UnsupportedModelError
-from mmgraph.integrations.transformers.fixed_families import Unserved, clip_input
+from mmgraph.integrations.transformers.fixed_parts import clip_input, known_tower
 from mmgraph.integrations.transformers.fixed_site import FixedRunner
 from mmgraph.integrations.transformers.packed_families import part
 from mmgraph.integrations.transformers.patches import Patches
+from mmgraph.integrations.transformers.runners import Unserved
 from mmgraph.integrations.transformers.sites import Options
 from mmgraph.towers.fixed import FixedInput, unstacked
 
@@ -45,34 +45,27 @@ class AudioSite:
     def __init__(self, name: str, model: Any, options: Options) -> None:
         self.family, self.model = type(model).__name__, model
         self.name = f"{name}.audio_tower" if name else "audio_tower"
-        self.tower = part(model, "audio_tower")
-        if type(self.tower).__name__ != "Qwen2AudioEncoder":
-            raise UnsupportedModelError(
-                f"{self.family}.audio_tower is a {type(self.tower).__name__}; mmgraph knows this model with "
-                "Qwen2AudioEncoder. mmgraph.capture.CapturedEncoder serves any encoder by an adapter"
-            )
+        self.tower = known_tower(model, "audio_tower", "Qwen2AudioEncoder")
         self._clips = clip_input(self.tower)
         self._frames = int(part(self.tower, "config.max_source_positions"))
         self._forward: Callable[..., Any] = self.tower.forward
+        self.encoder: CapturedEncoder | None = None
         inputs = {**self._clips, "lengths": FixedInput((), torch.int32)}
         self.runner = FixedRunner(
             self.name, self.tower, (self.tower,), self._run, inputs, ("last",), "clips", options
         )
 
-    @property
-    def encoder(self) -> CapturedEncoder | None:
-        """See `Site`."""
-        return self.runner.encoder
-
     def install(self, patches: Patches) -> None:
         """See `Site`."""
         self.runner.capture()
+        self.encoder = self.runner.encoder
         patches.set(self.tower, "forward", self.forward)
         patches.set(self.model, "forward", _with_lengths(self.model.forward))
 
     def close(self) -> None:
         """See `Site`."""
         self.runner.close()
+        self.encoder = None
 
     def forward(self, input_features: Tensor, attention_mask: Tensor | None = None, **kwargs: Any) -> Any:
         """As the encoder's own forward.
@@ -91,7 +84,8 @@ class AudioSite:
         try:
             return self._served(input_features, attention_mask, lengths, kwargs)
         except Unserved as reason:
-            return self.runner.as_it_was(str(reason), self._original, input_features, attention_mask, **kwargs)
+            why = str(reason)
+        return self.runner.as_it_was(why, self._original, input_features, attention_mask, **kwargs)
 
     def _original(self, clips: Tensor, mask: Tensor | None, **kwargs: Any) -> Any:
         from transformers.masking_utils import create_bidirectional_mask
@@ -112,12 +106,7 @@ class AudioSite:
     ) -> Any:
         from transformers.modeling_outputs import BaseModelOutput
 
-        if kwargs.get("return_dict", getattr(self.tower.config, "return_dict", True)) is False:
-            raise Unserved("a tuple was asked for")
-        asked = [name for name, value in kwargs.items() if name != "return_dict" and value not in (None, False)]
-        reason = f"it was asked for {', '.join(asked)}" if asked else self.runner.unserved()
-        if reason is not None:
-            raise Unserved(reason)
+        self.runner.check(kwargs, self.tower.config, ())
         if mask is not None and (lengths is None or lengths.shape[0] != clips.shape[0]):
             raise Unserved("it was given a mask by another caller than the model")
         if mask is None or lengths is None:

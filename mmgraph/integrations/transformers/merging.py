@@ -7,6 +7,7 @@ device for `mmgraph.ops.check_errors`; on a CPU it is an error at once.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +18,13 @@ from torch.overrides import TorchFunctionMode, _pop_mode_temporarily
 from mmgraph.integrations.transformers.patches import Patches
 from mmgraph.ops import deepstack_add, merge_embeddings
 
-__all__ = ["install_merge"]
+__all__ = ["install_merge", "merges"]
+
+_LANGUAGE_MODELS = ("language_model", "text_model")
+#: Models without a method of their own for it.
+_MERGES_IN_FORWARD = frozenset({"Qwen2AudioModel"})
+#: Models whose method takes rows by boolean indices, rather than by ``masked_scatter``.
+_ROWWISE_MERGERS = frozenset({"SmolVLMModel"})
 
 
 class _Merging(TorchFunctionMode):
@@ -74,11 +81,22 @@ def install_merge(inner: Any, patches: Patches) -> None:
     if callable(getattr(language, "_deepstack_process", None)):
         patches.set(language, "_deepstack_process", _deepstack)
     if callable(getattr(inner, "get_placeholder_mask", None)):
-        patches.set(inner, "get_placeholder_mask", _mask_without_wait(inner.get_placeholder_mask))
+        patches.set(inner, "get_placeholder_mask", _mask_without_wait(inner, inner.get_placeholder_mask))
+    if type(inner).__name__ in _ROWWISE_MERGERS:
+        patches.set(inner, "inputs_merger", _rows_merger(inner, inner.inputs_merger))
+
+
+def merges(module: Any) -> bool:
+    """Whether a module is a model that merges features into text in a way that is known."""
+    name = type(module).__name__
+    known = any(callable(getattr(module, method, None)) for method in ("get_placeholder_mask", "inputs_merger"))
+    return (known or name in _MERGES_IN_FORWARD) and any(
+        isinstance(getattr(module, part, None), torch.nn.Module) for part in _LANGUAGE_MODELS
+    )
 
 
 def _language_model(inner: Any) -> Any:
-    for name in ("language_model", "text_model"):
+    for name in _LANGUAGE_MODELS:
         found = getattr(inner, name, None)
         if isinstance(found, torch.nn.Module):
             return found
@@ -91,19 +109,41 @@ def _merging_now() -> bool:
     return isinstance(_get_current_function_mode(), _Merging)
 
 
-def _mask_without_wait(masks: Callable[..., Any]) -> Callable[..., Any]:
+def _mask_without_wait(inner: Any, masks: Callable[..., Any]) -> Callable[..., Any]:
     """transformers' masks, without its comparison of counts, which waits for the device: the merge compares them."""
+    parameters = list(inspect.signature(masks).parameters.values())
+    kinds = {p.name: p.default for p in parameters if p.name.endswith("_features")}
+    optional = all(default is None for default in kinds.values())
+    token = f"{next(iter(kinds), 'image_features').removesuffix('_features')}_token_id"
 
     def get_placeholder_mask(input_ids: Any, inputs_embeds: Any = None, *features: Any, **named: Any) -> Any:
         given = [one for one in (*features, *named.values()) if isinstance(one, Tensor)]
-        if any(one.device.type == "cpu" for one in given) or input_ids is None:
-            return masks(input_ids, inputs_embeds, *features, **named)
-        kept = {name: None if isinstance(one, Tensor) else one for name, one in named.items()}
-        return masks(
-            input_ids, inputs_embeds, *(None if isinstance(o, Tensor) else o for o in features), **kept
-        )
+        on_device = all(one.device.type != "cpu" for one in given)
+        if on_device and input_ids is not None and inputs_embeds is not None:
+            if optional:  # it compares what it is given
+                return masks(input_ids, inputs_embeds)
+            if len(kinds) == 1 and hasattr(inner.config, token):
+                mask = input_ids == getattr(inner.config, token)
+                return mask.unsqueeze(-1).to(inputs_embeds.device)
+        return masks(input_ids, inputs_embeds, *features, **named)
 
     return get_placeholder_mask
+
+
+def _rows_merger(inner: Any, merger: Callable[..., Any]) -> Callable[..., Any]:
+    """Puts the rows of all images at the placeholders, in order, which boolean indices wait for the device to do."""
+
+    def inputs_merger(input_ids: Any, inputs_embeds: Tensor, image_hidden_states: Tensor) -> Any:
+        if input_ids is None or torch.compiler.is_compiling():
+            return merger(input_ids, inputs_embeds, image_hidden_states)
+        width = inputs_embeds.shape[-1]
+        mask = (input_ids == inner.config.image_token_id).to(inputs_embeds.device)
+        rows = image_hidden_states.to(inputs_embeds.device).reshape(-1, width)
+        return merge_embeddings(inputs_embeds.reshape(-1, width), mask.reshape(-1), rows).view(
+            inputs_embeds.shape
+        )
+
+    return inputs_merger
 
 
 def _deepstack(hidden_states: Tensor, visual_pos_masks: Tensor, visual_embeds: Tensor) -> Tensor:

@@ -83,7 +83,9 @@ def served(module: nn.Module, kwargs: Mapping[str, Any], known: frozenset[str]) 
     """
     if torch.compiler.is_compiling():
         return "it is being compiled"
-    asked = [name for name, value in kwargs.items() if name not in known and value not in (None, False)]
+    asked = [
+        name for name, value in kwargs.items() if name not in known and value is not None and value is not False
+    ]
     if asked:
         return f"it was asked for {', '.join(asked)}"
     if kwargs.get("return_dict") is False:
