@@ -7,10 +7,11 @@ each way wants them. Ways:
   called straight from transformers' registry).
 - graph + fa3: that, captured by hand for this one shape, metadata made beforehand.
 - reduce-overhead + fa3, compiled graph + fa3: torch.compile's own graphs, and a graph by hand around what it compiled;
-  for this one shape, and only for the rows that ``--compile`` names.
-- accelerated: ``mmgraph.integrations.transformers.accelerate``, called as transformers calls a tower.
-- encoder: `CapturedEncoder` over items, as a serving loop calls it. Its buckets know nothing of the rows but the
-  largest, so that every row is padded. uncaptured: the same, without graphs.
+  for this one shape, and only for the rows that ``--reduce-overhead`` and ``--compile`` name.
+- encoder: `CapturedEncoder` over items, as a serving loop calls it, with buckets of the rows' own sizes. in a row: the
+  same without a wait after each call. uncaptured: the same without graphs.
+- accelerated: ``mmgraph.integrations.transformers.accelerate`` with its own buckets, which know nothing of the rows but
+  the largest, called as transformers calls a tower.
 
 Times are wall times of a call in ms, from the call until the device is done, median of many. "cold s" is what the first
 call of a way took with all that it needs (compiling, capturing), and "new shape" the first call of another size, in ms.
@@ -24,6 +25,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +36,7 @@ from mmgraph import ops
 from mmgraph.capture import BucketGrid, CapturedEncoder
 from mmgraph.integrations.transformers import accelerate
 from mmgraph.integrations.transformers.packed_families import parts_of
-from mmgraph.integrations.transformers.packed_site import example_item, packed_grid
+from mmgraph.integrations.transformers.packed_site import example_item, room_in
 from mmgraph.towers.grids import Grid
 from mmgraph.towers.items import PatchItem
 from mmgraph.towers.packed import PackedTower
@@ -136,7 +138,7 @@ def pixels(visual: Any, grids: Sequence[Grid], seed: int = 0) -> torch.Tensor:
     ).to(weight.dtype)
 
 
-def wall_ms(call: Callable[[], Any], device: torch.device, seconds: float = 1.0) -> float:
+def wall_ms(call: Callable[[], Any], device: torch.device, seconds: float = 0.5) -> float:
     """Median wall time of a call and the wait for it."""
 
     def once() -> float:
@@ -231,7 +233,12 @@ class Peers:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             kept = call()
-        return lambda: (graph.replay(), kept)[1]
+
+        def replay() -> Any:
+            graph.replay()
+            return kept
+
+        return replay
 
     def reduce_overhead(self) -> Callable[[], Any]:
         given = metadata(self.visual, self.grid_thw)
@@ -243,7 +250,9 @@ def relative_error(result: torch.Tensor, exact: torch.Tensor) -> float:
     return float((result.float() - exact.float()).norm() / exact.float().norm())
 
 
-def peer_times(tower: Tower, compiled: Sequence[str], device: torch.device) -> dict[str, dict[str, Any]]:
+def peer_times(
+    tower: Tower, compiled: Sequence[str], overhead: Sequence[str], device: torch.device
+) -> dict[str, dict[str, Any]]:
     """For each row the peers' times, and the errors of eager bfloat16."""
     visual, found = tower.visual, {}
     cuda = device.type == "cuda"
@@ -258,14 +267,16 @@ def peer_times(tower: Tower, compiled: Sequence[str], device: torch.device) -> d
             call = peers.by_hand(visual)
             times["graph + fa3"] = wall_ms(call, device)
             del call
-            if f"{tower.name}/{row}" in compiled:
+            if f"{tower.name}/{row}" in overhead:
                 torch._dynamo.reset()
-                seconds, call = timed(lambda p=peers: _warmed(p.reduce_overhead()), device)
+                seconds, call = timed(partial(_warmed, peers.reduce_overhead()), device)
                 times["reduce-overhead + fa3 cold s"] = seconds
                 times["reduce-overhead + fa3"] = wall_ms(call, device)
                 del call
+            if f"{tower.name}/{row}" in compiled:
                 torch._dynamo.reset()
-                seconds, call = timed(lambda p=peers: p.by_hand(torch.compile(visual, dynamic=False)), device)
+                compiled_visual = torch.compile(visual, dynamic=False)
+                seconds, call = timed(partial(peers.by_hand, compiled_visual), device)
                 times["compiled graph + fa3 cold s"] = seconds
                 times["compiled graph + fa3"] = wall_ms(call, device)
                 del call
@@ -283,52 +294,60 @@ def _warmed(call: Callable[[], Any]) -> Callable[[], Any]:
     return call
 
 
-def buckets_for(tower: Tower, packed: PackedTower) -> BucketGrid:
-    """Buckets of a server that knows nothing of the rows but the largest: an eighth of a doubling apart."""
-    largest = max(sum(t * h * w for t, h, w in grids) for grids in tower.rows.values())
-    return packed_grid(largest, packed, smallest=512, steps=8)
+def fitted_buckets(tower: Tower, packed: PackedTower) -> BucketGrid:
+    """Buckets of a server that knows what it is sent: the rows' own numbers of patches."""
+    sizes = {sum(t * h * w for t, h, w in grids) for grids in tower.rows.values()}
+    return BucketGrid(tokens=tuple(sorted(sizes)), side=(packed.parts.rotary.length,), derived=room_in(packed))
 
 
 def our_times(tower: Tower, device: torch.device) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
     """For each row our times, and what the capture cost."""
     visual = tower.visual
     found: dict[str, dict[str, Any]] = {}
-    exact = {row: exact_rows(tower, grids) for row, grids in list(tower.rows.items())[:1]}
-    own = {row: Peers(visual, tower.rows[row], device).eager() for row in exact}
-    parts = parts_of(visual)
-    packed = PackedTower(parts)
-    grid = buckets_for(tower, packed)
-    encoder = CapturedEncoder(packed, buckets=grid, watch=[visual])
-    example = [example_item(packed)]
-    cold, _ = timed(lambda: encoder.precompile(example, progress=False), device)
-    calls: dict[str, Callable[[], Any]] = {}
+    first_row = next(iter(tower.rows))
+    own, exact = Peers(visual, tower.rows[first_row], device).eager(), exact_rows(tower, tower.rows[first_row])
+    packed = PackedTower(parts_of(visual))
+    encoder = CapturedEncoder(packed, buckets=fitted_buckets(tower, packed), watch=[visual])
+    cold, _ = timed(lambda: encoder.precompile([example_item(packed)], progress=False), device)
     for row, grids in tower.rows.items():
         patches = pixels(visual, grids)
-        items = [
-            PatchItem(part, grid)
-            for part, grid in zip(patches.split([t * h * w for t, h, w in grids]), grids, strict=True)
-        ]
-        calls[row] = lambda items=items: encoder(items)
-        first, _ = timed(calls[row], device)
-        found[row] = {"new shape": first * 1e3, "encoder": wall_ms(calls[row], device)}
-        found[row]["uncaptured"] = wall_ms(
-            lambda items=items: packed.forward(**packed.prepare(items, None)), device
-        )
-        found[row]["patches"] = sum(t * h * w for t, h, w in grids)
-        found[row]["buckets"] = [pack.bucket and pack.bucket["tokens"] for pack in encoder.explain(items)]
-        if row in exact:
-            scale = relative_error(own[row], exact[row])
-            result = torch.cat(encoder(items))[:, : own[row].shape[1]]
-            found[row]["error"] = relative_error(result, exact[row]) / scale if scale else 0.0
+        counts = [t * h * w for t, h, w in grids]
+        items = [PatchItem(part, grid) for part, grid in zip(patches.split(counts), grids, strict=True)]
+        calls = {"encoder": partial(encoder, items), "uncaptured": partial(uncaptured, packed, items)}
+        first, result = timed(calls["encoder"], device)
+        times: dict[str, Any] = {"patches": sum(counts), "new shape": first * 1e3}
+        times |= {name: wall_ms(call, device) for name, call in calls.items()}
+        times["in a row"] = in_a_row_ms(calls["encoder"], device)
+        times["buckets"] = [pack.bucket and pack.bucket["tokens"] for pack in encoder.explain(items)]
+        if row == first_row:
+            merged = torch.cat(result)[:, : own.shape[1]]
+            times["error"] = relative_error(merged, exact) / max(relative_error(own, exact), 1e-12)
+        found[row] = times
     report = encoder.report()
     encoder.close()
     packed.part()
-    done = accelerate(visual, capture=True, buckets=grid)
+    largest = max(times["patches"] for times in found.values())
+    general, done = timed(lambda: accelerate(visual, capture=True, max_tokens=largest), device)
     for row, grids in tower.rows.items():
-        patches, grid_thw = pixels(visual, grids), torch.tensor(grids)
-        found[row]["accelerated"] = wall_ms(lambda p=patches, g=grid_thw: visual(p, g), device)
+        call = partial(visual, pixels(visual, grids), torch.tensor(grids))
+        found[row]["accelerated"] = wall_ms(call, device)
     done.restore()
-    return found, {"buckets": len(grid), "precompile s": cold, "report": str(report)}
+    return found, {"precompile s": cold, "accelerate s": general, "report": report.to_dict()}
+
+
+def uncaptured(packed: PackedTower, items: Sequence[PatchItem]) -> Any:
+    return packed.forward(**packed.prepare(items, None))
+
+
+def in_a_row_ms(call: Callable[[], Any], device: torch.device, calls: int = 10) -> float:
+    """Mean time of calls that nobody waits for between: what a busy server sees."""
+
+    def several() -> None:
+        for _ in range(calls):
+            call()
+
+    several()
+    return timed(several, device)[0] / calls * 1e3
 
 
 def exact_rows(tower: Tower, grids: Sequence[Grid]) -> torch.Tensor:
@@ -341,7 +360,8 @@ def exact_rows(tower: Tower, grids: Sequence[Grid]) -> torch.Tensor:
     torch.backends.cuda.matmul.allow_tf32 = False
     try:
         patches = pixels(tower.visual, grids).float()
-        return visual(patches, torch.tensor(grids, device=device)).pooler_output
+        rows: torch.Tensor = visual(patches, torch.tensor(grids, device=device)).pooler_output
+        return rows
     finally:
         torch.backends.cuda.matmul.allow_tf32 = allowed
 
@@ -364,11 +384,11 @@ def profile(tower: Tower, row: str, device: torch.device) -> list[dict[str, Any]
         if event.device_type.name == "CUDA":
             totals.setdefault(event.name[:90], []).append(event.time_range.elapsed_us())
     packed.part()
-    rows = [
+    largest = sorted(totals.items(), key=lambda one: -sum(one[1]))[:25]
+    return [
         {"row": row, "kernel": name, "launches": len(times) // 5, "ms": sum(times) / 5e3}
-        for name, times in totals.items()
+        for name, times in largest
     ]
-    return sorted(rows, key=lambda one: -one["ms"])[:25]
 
 
 @torch.no_grad()
@@ -377,7 +397,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--smoke", action="store_true", help="two layers and the smallest row, on any device")
     parser.add_argument("--towers", nargs="*", default=["qwen3", "qwen2_5"])
-    parser.add_argument("--compile", nargs="*", default=["qwen3-vl-8b/1 x 448 px", "qwen2.5-vl-7b/1 x 448 px"])
+    parser.add_argument("--compile", nargs="*", default=["qwen3-vl-8b/1 x 448 px"], help="rows, as TOWER/ROW")
+    parser.add_argument("--reduce-overhead", nargs="*", default=[], help="likewise; half a minute each")
     parser.add_argument("--no-peers", action="store_true", help="mmgraph alone, for work on it")
     parser.add_argument("--profile", nargs="*", default=["1 x 448 px", "8 x 1024 px"])
     arguments = parser.parse_args()
@@ -391,11 +412,13 @@ def main() -> None:
         make, layers = makers[name]
         tower = make(device, 2 if arguments.smoke else layers)
         if arguments.smoke:
-            small = {"1 x 448 px": ((1, 8, 12),)}
-            tower = Tower(
-                tower.name, tower.visual, small if device.type == "cpu" else dict(list(tower.rows.items())[:1])
-            )
-        peers = {} if arguments.no_peers else peer_times(tower, arguments.compile, device)
+            small: dict[str, tuple[Grid, ...]] = {"1 x 448 px": ((1, 4, 6),)}
+            tower = Tower(tower.name, tower.visual, small)
+        peers = (
+            {}
+            if arguments.no_peers
+            else peer_times(tower, arguments.compile, arguments.reduce_overhead, device)
+        )
         ours, capture = our_times(tower, device)
         for row in tower.rows:
             times = {**peers.get(row, {}), **ours[row]}
@@ -406,6 +429,7 @@ def main() -> None:
             for row in arguments.profile:
                 if row in tower.rows:
                     results["profile"] += [{"tower": tower.name, **one} for one in profile(tower, row, device)]
+        write(arguments.out, results)
         del tower
         if device.type == "cuda":
             torch.cuda.empty_cache()
@@ -425,7 +449,6 @@ def main() -> None:
         print(row)
     for row in results["profile"]:
         print(row)
-    write(arguments.out, results)
 
 
 if __name__ == "__main__":

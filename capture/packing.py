@@ -27,6 +27,9 @@ __all__ = ["Pack", "Packer", "summed_sizes"]
 _Ints = NDArray[np.int64]
 _Floats = NDArray[np.float64]
 
+# How many plans a packer remembers.
+_REMEMBERED = 1024
+
 # Items of which every partition is weighed: 3^7 / 2 sums, a few tenths of a millisecond.
 _EXACT = 7
 
@@ -109,6 +112,7 @@ class Packer:
         # A hair's breadth a pack, so that of equals the one with fewer packs is cheaper.
         self._costs: _Floats = raised + (overhead + (raised.max() + overhead or 1.0) * 1e-9)
         self._largest: _Ints = np.maximum(self._caps.max(0), 1)
+        self._known: dict[tuple[tuple[int, ...], ...], tuple[tuple[Pack, dict[str, int]], ...]] = {}
         self._levels = [np.unique(caps, return_inverse=True) for caps in self._caps.T]
 
     def pack(self, sizes: Sequence[Sequence[int]]) -> tuple[Pack, ...]:
@@ -134,6 +138,22 @@ class Packer:
     def total(self, sizes: Sequence[Sequence[int]]) -> tuple[int, ...]:
         """The sizes of a pack of items of these sizes, of which there is at least one."""
         return tuple(self._totals(np.array(sizes, np.int64), [range(len(sizes))])[0].tolist())
+
+    def planned(self, sizes: tuple[tuple[int, ...], ...]) -> tuple[tuple[Pack, dict[str, int]], ...]:
+        """As `pack`, with each pack's sizes by name; remembered, since calls with equal items are usual.
+
+        Nobody writes to what is given.
+        """
+        known = self._known.get(sizes)
+        if known is None:
+            known = tuple(
+                (pack, dict(zip(self.names, self.total([sizes[i] for i in pack.items]), strict=True)))
+                for pack in self.pack(sizes)
+            )
+            if len(self._known) >= _REMEMBERED:
+                self._known.clear()
+            self._known[sizes] = known
+        return known
 
     def _pack(self, items: _Ints, bucket: int) -> Pack:
         return Pack(tuple(items.tolist()), self.buckets[bucket], self._given[bucket])

@@ -139,11 +139,11 @@ class Tower:
         Raises:
             AdapterError: wrong sizes.
         """
-        rows = [self._sizes(item, position) for item, position in zip(items, positions, strict=True)]
+        rows = tuple(self._sizes(item, position) for item, position in zip(items, positions, strict=True))
         packer, state, captured = self._packer(path)
         packs = []
-        for pack in packer.pack(rows):
-            sizes = dict(zip(packer.names, packer.total([rows[i] for i in pack.items]), strict=True))
+        for pack, total in packer.planned(rows):
+            sizes = dict(total)
             bucket, reason = pack.bucket, ""
             if closely or bucket is None or not captured or not self._core.is_smallest:
                 bucket, reason = self._closely(path, sizes, bucket, closely)

@@ -188,7 +188,7 @@ class _SumOutputs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: str) -> Tensor:
         summed = _all_reduce(x, group)
-        # A view: with torch 2.11, a traced graph that is run eagerly has the collective's own gradient, zero, otherwise.
+        # A view: else a traced graph that is run eagerly has the collective's own gradient, zero, with torch 2.11.
         return summed.view_as(summed)
 
     @staticmethod

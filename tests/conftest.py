@@ -1,6 +1,7 @@
-"""Hypothesis profiles and the one rule by which a test is skipped: a stated missing device."""
+"""Hypothesis profiles, the longest tests first, and the one rule by which a test is skipped: a missing device."""
 
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,7 +16,20 @@ settings.load_profile("ci" if os.environ.get("CI") else "dev")
 torch.set_num_threads(1)
 
 
+# Files with tests of many seconds each: at the end of a run, one of them would leave the other processes idle.
+LONGEST = (
+    "ops/test_triton_interpreted.py",
+    "ops/test_tower_block_export.py",
+    "bench/test_benchmarks.py",
+    "test_transport_processes.py",
+    "test_cli.py",
+)
+FOLDER = Path(__file__).parent
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    first = {FOLDER / name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: first.get(item.path, len(first)))  # stable: the others stay as they are
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="no CUDA device")

@@ -131,8 +131,8 @@ CASES = {
     ),
     "a bias of another shape": ({"proj.bias": torch.zeros(1, 24)}, r"proj.bias must have the shape \[24\]"),
     "integers": (
-        checkpoint(SOURCE) | {"qkv.weight": torch.zeros(48, 24, dtype=torch.int8)},
-        r"quantised or adapted, by qkv.weight \(Tensor torch.int8\)",
+        checkpoint(SOURCE) | {"qkv.weight": torch.zeros(48, 24, dtype=torch.int32)},
+        r"quantised or adapted, by qkv.weight \(Tensor torch.int32\)",
     ),
     "eight bits": (
         checkpoint(SOURCE, out="o_proj") | {"o_proj.weight": torch.zeros(24, 24).to(torch.float8_e4m3fn)},

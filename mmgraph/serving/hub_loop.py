@@ -50,6 +50,7 @@ class HubLoop:
     def __init__(self, model: Any, requests: Sequence[Request], *, decode_steps: int) -> None:
         self.model = model
         self.decode_steps = decode_steps
+        self.images = sum(len(request.images) for request in requests)
         self._inputs = [_inputs(request, model.config.image_token_id) for request in requests]
 
     @property

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import statistics
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,8 +32,8 @@ TRANSFORMERS, COMPILED, ACCELERATED, LOOP = "transformers", "torch.compile", "mm
 INDUCTOR = "inductor"
 """torch.compile's own backend."""
 
-Details = Callable[[], str]
-"""Says how a way served, once it has."""
+Details = Callable[[int], str]
+"""Says how a way served, once it has; given how many images that were."""
 
 
 def check_compile_backend(name: str) -> None:
@@ -56,8 +57,8 @@ def compare_ways(
     decode_steps: int,
     passes: int,
     tell: Callable[[str], AbstractContextManager[Any]],
-    capture: bool | Literal["auto"] = "auto",
     compile_backend: str = INDUCTOR,
+    **options: Any,
 ) -> tuple[Comparison, HubPass]:
     """Serve the requests in every way, and compare with transformers as it is.
 
@@ -67,8 +68,8 @@ def compare_ways(
         decode_steps: Greedy steps after each prompt, zero or more.
         passes: Timed passes of each way, at least 1, after the first one.
         tell: Told what is going on.
-        capture: As in `mmgraph.integrations.transformers.accelerate`.
         compile_backend: torch.compile's backend. If the model can't be compiled, the way's `Way.failure` says why.
+        **options: Of `mmgraph.integrations.transformers.accelerate`; by default what a user gets who gives none.
 
     Returns:
         The findings, and transformers' own pass without its features, for `loop_way`.
@@ -90,7 +91,7 @@ def compare_ways(
         else:
             ways.append(judge(COMPILED, how, medians, first, Passes(hub, way, exact)))
     with tell("transformers, accelerated by mmgraph"):
-        way, medians, first, how = _served(loop, accelerated(model, capture), passes, hub.tokens)
+        way, medians, first, how = _served(loop, accelerated(model, **options), passes, hub.tokens)
     check_errors(loop.device)
     ways.append(judge(ACCELERATED, how, medians, first, Passes(hub, way, exact)))
     return Comparison(tuple(ways), ACCELERATED, rule(dtype)), HubPass(hub.seconds, [], hub.logits, hub.tokens)
@@ -134,7 +135,7 @@ def loop_way(
 def as_it_is(model: Any) -> Iterator[Details]:
     """transformers, untouched."""
     attention = model.config.vision_config._attn_implementation
-    yield lambda: f"request by request, {attention} attention"
+    yield lambda _: f"request by request, {attention} attention"
 
 
 @contextmanager
@@ -155,7 +156,10 @@ def compiled(model: Any, backend: str) -> Iterator[Details]:
     # left on disk would make the first pass look cheap.
     torch.compiler.reset()
     config: Any = torch.compiler.config  # its patch comes at run time
-    with config.patch(force_disable_caches=True):
+    with warnings.catch_warnings(), config.patch(force_disable_caches=True):
+        warnings.filterwarnings(
+            "ignore", message="dynamo_pgo force disabled"
+        )  # says that what was asked for is done
         try:
             patches.set(tower, "forward", torch.compile(tower.forward, dynamic=True, backend=backend))
             patches.set(
@@ -163,31 +167,33 @@ def compiled(model: Any, backend: str) -> Iterator[Details]:
                 "forward",
                 torch.compile(language.forward, dynamic=True, fullgraph=True, backend=backend),
             )
-            yield lambda: f"backend {backend}, dynamic shapes; the language model one graph, the tower several"
+            yield (
+                lambda _: f"backend {backend}, dynamic shapes; the language model one graph, the tower several"
+            )
         finally:
             patches.undo()
             torch.compiler.reset()
 
 
 @contextmanager
-def accelerated(model: Any, capture: bool | Literal["auto"]) -> Iterator[Details]:
+def accelerated(model: Any, **options: Any) -> Iterator[Details]:
     """Within it the model is accelerated by mmgraph.
 
     Args:
         model: The model. Afterwards it is as before.
-        capture: Whether the tower is captured: "auto" does on a GPU.
+        **options: Of `mmgraph.integrations.transformers.accelerate`.
     """
     from mmgraph.integrations.transformers import accelerate
 
-    done = accelerate(model, capture=capture)
+    done = accelerate(model, **options)
 
-    def details() -> str:
+    def details(images: int) -> str:
         reports = list(done.report().values())
         if not reports:
             return "accelerate(model); the tower runs uncaptured, as it does on a CPU unless asked"
-        items, eager = sum(r.items for r in reports), sum(sum(r.eager.values()) for r in reports)
+        served = sum(r.items - sum(r.eager.values()) for r in reports)
         graphs = sum(len(tower.buckets) for r in reports for tower in r.towers.values())
-        return f"accelerate(model); {graphs} graphs, {items - eager} of {items} images from them"
+        return f"accelerate(model); {graphs} graphs, {served} of {images} images from them"
 
     try:
         yield details
@@ -208,7 +214,7 @@ def _served(
         for _ in range(passes):
             last = loop.run(forced=fed)
             seconds.append(last.seconds)
-        how = details()
+        how = details(loop.images * (passes + 1))
     return last, {phase: statistics.median(s[phase] for s in seconds) for phase in HUB_PHASES}, first, how
 
 

@@ -180,7 +180,7 @@ def gradients():
                 got, plain_backward.deepstack_backward(grad, row_map, 1, pool_rows, 54, torch.float64)
             )
             mask = row_map >= 0
-            for features in (int(mask.sum()), 0, 2):
+            for features in (int(mask.sum()), 0, 2) if covered == 1.0 else (int(mask.sum()),):
                 for one, other in zip(
                     backward_cuda.merge_backward(grad, mask, features, torch.float32),
                     plain_backward.merge_backward(grad, mask, features, torch.float32),

@@ -20,11 +20,12 @@ from mmgraph.towers.grids import grids_of
 from mmgraph.towers.items import PatchItem, joined
 from mmgraph.towers.packed import PackedTower, item_tokens
 
-__all__ = ["PackedSite", "packed_grid"]
+__all__ = ["PackedSite", "example_item", "packed_grid", "room_in"]
 
 logger = logging.getLogger(__name__)
 
-_KNOWN = frozenset({"return_dict"})
+#: What models hand to their towers along with what is for the language model; it changes nothing here.
+_KNOWN = frozenset({"return_dict", "use_cache", "cache_position"})
 
 
 @dataclass(frozen=True, eq=False)
@@ -179,14 +180,22 @@ def packed_grid(max_tokens: int, tower: PackedTower, *, smallest: int = 256, ste
     multiple = tower.unit * 4
     count = max(0, math.ceil(steps * math.log2(max(1.0, max_tokens / smallest))))
     sizes = {min(max_tokens, smallest * 2 ** (step / steps)) for step in range(count + 1)} | {max_tokens}
-    derived = {"batch": lambda b: b["tokens"] // 256 + 8, "seqlen": lambda b: b["tokens"]}
+    return BucketGrid(
+        tokens=tuple(sorted({math.ceil(size / multiple) * multiple for size in sizes})),
+        side=(tower.parts.rotary.length,),
+        derived=room_in(tower),
+    )
+
+
+def room_in(tower: PackedTower) -> dict[str, Callable[[Mapping[str, int]], int]]:
+    """The sizes of a bucket that follow from its tokens; see `packed_grid`."""
+    derived: dict[str, Callable[[Mapping[str, int]], int]] = {
+        "batch": lambda b: b["tokens"] // 256 + 8,
+        "seqlen": lambda b: b["tokens"],
+    }
     if tower.parts.window:
         # Room for every window there could be (of one merge block each) would make attention choose and launch as if
         # windows were short: 13% of the tower's time at 5824 patches of Qwen2.5-VL on an H200.
         full = tower.parts.window
         derived["windows"] = lambda b: b["tokens"] * 4 // (3 * full) + b["tokens"] // 256 + 8
-    return BucketGrid(
-        tokens=tuple(sorted({math.ceil(size / multiple) * multiple for size in sizes})),
-        side=(tower.parts.rotary.length,),
-        derived=derived,
-    )
+    return derived
