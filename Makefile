@@ -3,7 +3,9 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
+PIP := $(BIN)/python -m pip install --disable-pip-version-check --no-compile -c constraints.txt
+# What pip would do with one core: to byte code, a minute's work for PyTorch. Files that aren't Python don't matter.
+COMPILE := $(BIN)/python -m compileall -q -q -j 0 $(VENV)/lib || true
 # A path rather than an import hook: from the folder above a checkout that is named mmgraph, a hook would lose to that folder.
 EDITABLE := --config-settings editable_mode=compat -e
 # Arguments for the command, such as: make run ARGS="--json out.json"
@@ -29,11 +31,12 @@ $(BIN)/python:
 # A stamp says what is installed. The development stamp covers the other, so that neither installs twice.
 $(VENV)/.run-installed: pyproject.toml constraints.txt | $(BIN)/python
 	@if [ $(VENV)/.dev-installed -nt pyproject.toml ] && [ $(VENV)/.dev-installed -nt constraints.txt ]; then :; \
-	  else set -x; $(PIP) $(EDITABLE) '.[hf,photos]'; fi
+	  else set -x; $(PIP) $(EDITABLE) '.[hf,photos]' && { $(COMPILE); }; fi
 	@touch $@
 
 $(VENV)/.dev-installed: pyproject.toml constraints.txt | $(BIN)/python
 	$(PIP) $(EDITABLE) '.[dev]'
+	$(COMPILE)
 	@touch $@
 
 run: $(VENV)/.run-installed

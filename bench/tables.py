@@ -201,6 +201,57 @@ def replay(data: dict[str, Any]) -> str:
     )
 
 
+def towers(data: dict[str, Any]) -> str:
+    ways = ("eager", "eager + fa3", "graph + fa3", "compiled graph + fa3", "accelerated", "encoder", "in a row")
+
+    def ms(value: float | None) -> str:
+        return "" if value is None else f"{value:.2f}" if value < 100 else f"{value:.0f}"
+
+    table = markdown(
+        ("tower, input", "patches", *ways, "goal"),
+        [
+            (
+                f"{row['tower']}, {row['row']}",
+                str(row["patches"]),
+                *(ms(row.get(way)) for way in ways),
+                ms(row["goal"]),
+            )
+            for row in data["rows"]
+        ],
+    )
+    cold = [
+        f"{row['tower']}, {row['row']}: compiling took {row[name]:.0f} s"
+        for row in data["rows"]
+        for name in row
+        if name == "compiled graph + fa3 cold s"
+    ]
+    errors = [f"{row['tower']} {row['error']:.2f}" for row in data["rows"] if "error" in row]
+    captures = [
+        f"{one['tower']}: the encoder's buckets {one['precompile s']:.0f} s, accelerate's {one['accelerate s']:.0f} s"
+        for one in data["towers"]
+    ]
+    kernels = [
+        (
+            f"{one['tower']}, {one['row']}",
+            one["kernel"].split("(")[0][:60],
+            str(one["launches"]),
+            f"{one['ms']:.3f}",
+        )
+        for one in data["profile"]
+        if one["ms"] > 0.02 * sum(other["ms"] for other in data["profile"] if _same_row(one, other))
+    ]
+    notes = "; ".join([*cold, *captures])
+    return (
+        f"{_where(data)}Wall time, ms:\n\n{table}\n\n{notes}. Error in bfloat16 against float32, as a share of "
+        f"transformers' own: {', '.join(errors)}.\n\nKernels that take more than 2% of a tower's time, ms:\n\n"
+        f"{markdown(('tower, input', 'kernel', 'launches', 'ms'), kernels)}"
+    )
+
+
+def _same_row(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    return bool(one["tower"] == other["tower"] and one["row"] == other["row"])
+
+
 def _us(value: float | None) -> str:
     return "" if value is None else f"{value:.1f}"
 
@@ -278,6 +329,7 @@ RENDER: dict[str, Callable[[dict[str, Any]], str]] = {
     "attention": attention,
     "regret": regret,
     "replay": replay,
+    "towers": towers,
     "graph_memory": graph_memory,
     "soak": soak,
     "rope": rope,

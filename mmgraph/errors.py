@@ -126,7 +126,7 @@ class PoolCopyError(PoolError, TypeError):
     """A pool or a lease was to be copied or pickled."""
 
 
-class TowerError(MultimodalError, ValueError):
+class TowerError(ValueError):
     """A tower was given items, grids or options that it can't take."""
 
 
