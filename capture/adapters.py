@@ -80,6 +80,9 @@ def check_adapter(adapter: Any) -> None:
         for name in ("sizes", "prepare", "forward", "split")
         if not callable(getattr(adapter, name, None))
     ]
+    odd = [name for name in ("eager", "path", "rows") if not callable(getattr(adapter, name, len))]
+    if odd:
+        raise SpecError(f"{', '.join(odd)} of an adapter must be methods where there are any, on {adapter!r}")
     if isinstance(adapter, type) or lacking:
         what = (
             "an instance, got the class" if isinstance(adapter, type) else f"{', '.join(lacking)}, not found on"

@@ -180,7 +180,7 @@ class CapturedEncoder:
             AdapterError: sizes or inputs that don't fit.
             CaptureFailedError: as from `CaptureManager.precompile`.
         """
-        items = list(items)
+        items = _listed(items)
         if not items:
             raise CallError("precompile needs at least one item of each path as an example, got none")
         if isinstance(buckets, Mapping) and not buckets.keys() <= self._towers.keys():
@@ -242,7 +242,7 @@ class CapturedEncoder:
         )
 
     def _call(self, items: Sequence[Any], out: torch.Tensor | None) -> Any:
-        items = list(items)
+        items = _listed(items)
         if out is not None:
             _check_out(out)
         packs = self._plan(items, closely=False)
@@ -287,12 +287,27 @@ class CapturedEncoder:
         return found
 
 
+def _listed(items: Any) -> list[Any]:
+    try:
+        return list(items)
+    except TypeError:
+        raise CallError(f"items must be a sequence of what the adapter takes, got {items!r}") from None
+
+
 def _check_out(out: Any) -> None:
     if not isinstance(out, torch.Tensor) or out.dim() != 2:
         came = list(out.shape) if isinstance(out, torch.Tensor) else type(out).__name__
         raise CallError(f"out must be a tensor [rows, width], got {came}")
     if out.requires_grad:
         raise CallError("out needs a gradient, and a replay records none: detach it")
+    if not (out.is_floating_point() or out.is_complex()):
+        raise CallError(f"out must be floating-point, as rows are, got {out.dtype}")
+    if any(size > 1 and stride == 0 for size, stride in zip(out.shape, out.stride(), strict=True)):
+        raise CallError("out is an expanded tensor, whose elements share memory: give memory of its own")
+    if out.is_inference() and not torch.is_inference_mode_enabled():
+        raise CallError(
+            "out is an inference tensor: call within torch.inference_mode(), or give an ordinary one"
+        )
 
 
 def _write(results: Sequence[Any], out: torch.Tensor) -> None:

@@ -70,12 +70,16 @@ def place_heads(
         table = _complex_table(position_embeddings, cos, sin)
         if table is None:
             return split_heads(qkv, heads)
-        return packed_qkv_rope(qkv, _flat(table), None, heads.q, heads.kv, heads.width, interleaved=True)
+        return packed_qkv_rope(
+            qkv, _flat(table, x_shape), None, heads.q, heads.kv, heads.width, interleaved=True
+        )
     cos, sin = _pair(position_embeddings, cos, sin)
     if cos is None or sin is None:
         return split_heads(qkv, heads)
     interleaved = mode == "interleaved_rope"
-    return packed_qkv_rope(qkv, _flat(cos), _flat(sin), heads.q, heads.kv, heads.width, interleaved=interleaved)
+    return packed_qkv_rope(
+        qkv, _flat(cos, x_shape), _flat(sin, x_shape), heads.q, heads.kv, heads.width, interleaved=interleaved
+    )
 
 
 def split_heads(qkv: Tensor, heads: HeadCounts) -> Heads:
@@ -86,9 +90,21 @@ def split_heads(qkv: Tensor, heads: HeadCounts) -> Heads:
     return q, k, v
 
 
-def _flat(table: Tensor) -> Tensor:
-    """Tables ``[batch, seq, width]`` as ``[tokens, width]``; others as they are."""
-    return table.flatten(0, 1) if table.dim() == 3 else table
+def _flat(table: Tensor, x_shape: torch.Size) -> Tensor:
+    """Tables ``[batch, seq, width]`` as ``[tokens, width]``; others as they are.
+
+    Raises:
+        EncoderAttentionError: Another order of batch and sequence, which would be applied to the wrong rows.
+    """
+    if table.dim() != 3:
+        return table
+    rows = x_shape[0] * x_shape[1]
+    if table.shape[:2] != x_shape[:2] and (table.shape[0] != 1 or table.shape[1] != rows):
+        raise EncoderAttentionError(
+            f"tables of three dimensions must be [batch, seq, width] as x is, {list(x_shape[:2])} and their width, got "
+            f"{list(table.shape)}: transpose them, or give [tokens, width]"
+        )
+    return table.flatten(0, 1)
 
 
 def _pair(embeddings: Any, cos: Any, sin: Any) -> tuple[Tensor | None, Tensor | None]:

@@ -84,9 +84,9 @@ def compare_ways(
     with tell(f"torch.compile, backend {compile_backend}"):
         try:
             way, medians, first, how = _served(loop, compiled(model, compile_backend), passes, hub.tokens)
-        except (
-            Exception
-        ) as error:  # Dynamo, its backends and the C++ compiler raise many kinds; the row says which
+        except Exception as error:
+            # Dynamo, its backends and the C++ compiler raise many kinds; the row says which, and the exit code that
+            # not all was done.
             ways.append(Way(COMPILED, f"backend {compile_backend}", {}, None, failure=_words(error)))
         else:
             ways.append(judge(COMPILED, how, medians, first, Passes(hub, way, exact)))
@@ -161,8 +161,8 @@ def compiled(model: Any, backend: str) -> Iterator[Details]:
             "ignore", message="dynamo_pgo force disabled"
         )  # says that what was asked for is done
         try:
-            patches.set(tower, "forward", torch.compile(tower.forward, dynamic=True, backend=backend))
-            patches.set(
+            patches.replace(tower, "forward", torch.compile(tower.forward, dynamic=True, backend=backend))
+            patches.replace(
                 language,
                 "forward",
                 torch.compile(language.forward, dynamic=True, fullgraph=True, backend=backend),

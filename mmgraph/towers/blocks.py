@@ -148,8 +148,10 @@ class GatedMlp:
     def __call__(self, x: Tensor, rewrites: Rewrites) -> Tensor:
         """Rows ``[rows, width]`` to as many."""
         joined = self._joined
-        if joined is not None and joined.whole:
-            return joined(x, self.activation)
+        if joined is not None:
+            if joined.whole:
+                return joined(x, self.activation)
+            self.part()  # weights were replaced: what was joined would be kept for nothing
         gated = plain_activation(self.gate(x), self.activation) * self.up(x)
         result: Tensor = self.down(gated)
         return result

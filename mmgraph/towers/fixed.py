@@ -107,7 +107,7 @@ class FixedEncoder:
                     f"{name} of each item must have the shape {list(declared.shape)}, got {list(other.shape)}: "
                     "items of another size need an encoder of their own"
                 )
-            made[name] = stacked(parts).to(self.device, declared.dtype, non_blocking=True)
+            made[name] = stacked(parts).to(self.device, declared.dtype)
         return made
 
     def forward(self, **inputs: Tensor) -> dict[str, Tensor]:
@@ -160,6 +160,7 @@ def stacked(parts: Sequence[Tensor]) -> Tensor:
     for index, part in enumerate(parts):
         if (
             not part.is_contiguous()
+            or part.is_neg()
             or part.dtype != first.dtype
             or part.device != first.device
             or part.untyped_storage().data_ptr() != storage

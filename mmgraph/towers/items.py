@@ -83,6 +83,8 @@ def _one_grid(found: Any) -> Grid:
 def joined_patches(items: Sequence[PatchItem], device: torch.device, dtype: torch.dtype) -> Tensor:
     """All patches in one tensor on the device, in the tower's dtype; where they lie there in a row, as they lie.
 
+    Patches on the host are copied before this returns, so that the caller may write there again.
+
     Raises:
         TowerError: The items' patches differ in width.
     """
@@ -95,14 +97,14 @@ def joined_patches(items: Sequence[PatchItem], device: torch.device, dtype: torc
     first = patches[0]
     if len(patches) > 1:
         run = _in_a_row(patches)
-        first = torch.cat([one.to(device, dtype, non_blocking=True) for one in patches]) if run is None else run
-    return first.to(device, dtype, non_blocking=True)
+        first = torch.cat([one.to(device, dtype) for one in patches]) if run is None else run
+    return first.to(device, dtype)
 
 
 def _in_a_row(patches: Sequence[Tensor]) -> Tensor | None:
     """The one tensor whose parts these are, in order, or None."""
     first = patches[0]
-    if not first.is_contiguous():
+    if not first.is_contiguous() or any(one.is_neg() or one.is_conj() for one in patches):
         return None
     place, storage = first.storage_offset(), first.untyped_storage().data_ptr()
     for one in patches:

@@ -115,13 +115,16 @@ class JoinedGate:
             inputs = gate.in_features
             self.both = gate.weight.new_zeros(2 * self.aligned, inputs)
             self.bias = None if gate.bias is None else gate.bias.new_zeros(2 * self.aligned)
-            self.lower = down.weight.new_zeros(down.out_features, self.aligned)
+            # A width that is aligned already stays where it is.
+            apart = self.aligned != self.width
+            self.lower = down.weight.new_zeros(down.out_features, self.aligned) if apart else None
             for index, module in enumerate((gate, up)):
                 rows = slice(index * self.aligned, index * self.aligned + self.width)
                 _move(module.weight, self.both[rows])
                 if self.bias is not None:
                     _move(module.bias, self.bias[rows])
-            _move(down.weight, self.lower[:, : self.width])
+            if self.lower is not None:
+                _move(down.weight, self.lower[:, : self.width])
 
     @staticmethod
     def fits(gate: nn.Module, up: nn.Module, down: nn.Module) -> bool:
@@ -132,32 +135,47 @@ class JoinedGate:
         linears: list[Any] = list(modules)
         same = {(m.weight.dtype, m.weight.device) for m in linears}
         biases = (gate.bias is None) == (up.bias is None)
-        return len(same) == 1 and biases and not any(p.requires_grad for m in linears for p in m.parameters())
+        return len(same) == 1 and biases
 
     @property
     def whole(self) -> bool:
         """Whether the modules' parameters are still views of the joined tensors."""
+        if not (is_plain(self.gate) and is_plain(self.up) and is_plain(self.down)):
+            return False
+        if self.bias is not None and not self._biases_are_ours(self.bias):
+            return False
         size = self.both.element_size()
         start, pitch = self.both.data_ptr(), self.both.stride(0) * size
         return (
             self.gate.weight.data_ptr() == start
             and self.up.weight.data_ptr() == start + self.aligned * pitch
-            and self.down.weight.data_ptr() == self.lower.data_ptr()
+            and (self.lower is None or self.down.weight.data_ptr() == self.lower.data_ptr())
             and self.gate.weight.dtype == self.both.dtype
         )
+
+    def _biases_are_ours(self, bias: Tensor) -> bool:
+        biases: tuple[Tensor | None, Tensor | None] = (self.gate.bias, self.up.bias)
+        if biases[0] is None or biases[1] is None:
+            return False
+        start, size = bias.data_ptr(), bias.element_size()
+        return biases[0].data_ptr() == start and biases[1].data_ptr() == start + self.aligned * size
 
     def __call__(self, x: Tensor, name: Activation) -> Tensor:
         """The MLP of ``[tokens, inputs]`` rows."""
         joined = functional.linear(x, self.both, self.bias)
-        return functional.linear(gated_activation(joined, activation=name), self.lower, self.down.bias)
+        lower = self.down.weight if self.lower is None else self.lower
+        return functional.linear(gated_activation(joined, activation=name), lower, self.down.bias)
 
     def part(self) -> None:
         """Gives each parameter memory of its own again."""
         parameters = [self.gate.weight, self.up.weight, self.down.weight]
         parameters += [] if self.bias is None else [self.gate.bias, self.up.bias]
-        if self.whole:
-            with torch.no_grad():
-                for parameter in parameters:
+        ours = {
+            one.untyped_storage().data_ptr() for one in (self.both, self.bias, self.lower) if one is not None
+        }
+        with torch.no_grad(), torch.inference_mode(False):
+            for parameter in parameters:
+                if parameter is not None and parameter.untyped_storage().data_ptr() in ours:
                     parameter.data = parameter.data.clone(memory_format=torch.contiguous_format)
 
 

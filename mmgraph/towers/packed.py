@@ -88,7 +88,11 @@ class PackedTower:
         self._read = read
         self._cache = GridCache(parts.layout)
         self._uploaded = UploadCache()
-        self.join()
+        try:
+            self.join()
+        except BaseException:
+            self.part()
+            raise
 
     def join(self) -> None:
         """Joins weights as `Rewrites.aligned_widths` says."""

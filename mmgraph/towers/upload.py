@@ -136,7 +136,8 @@ class TogetherUploader:
         return block
 
 
-_uploaders: dict[torch.device, TogetherUploader] = {}
+# By device and stream: a buffer is given back with one event, which tells of one stream alone.
+_uploaders: dict[tuple[torch.device, int], TogetherUploader] = {}
 _making = threading.Lock()
 
 
@@ -161,17 +162,19 @@ def upload_together(
     """
     device = torch.device(device)
     if device.type != "cuda":
-        return {name: torch.from_numpy(_own(array)).to(device) for name, array in arrays.items()}
+        with torch.inference_mode(False):  # else what is kept couldn't be used with gradients
+            return {name: torch.from_numpy(_own(array)).to(device) for name, array in arrays.items()}
     device = settled(device)
     if torch.cuda.is_current_stream_capturing():
         raise DuringCaptureError(
             "upload_together can't run inside a capture: the graph would copy from a buffer that is reused. "
             "Upload before the capture and pass the tensors."
         )
-    uploader = _uploaders.get(device)
+    where = (device, torch.cuda.current_stream(device).cuda_stream)
+    uploader = _uploaders.get(where)
     if uploader is None:
         with _making:
-            uploader = _uploaders.setdefault(device, TogetherUploader(CurrentStream(device)))
+            uploader = _uploaders.setdefault(where, TogetherUploader(CurrentStream(device)))
     return uploader.upload(arrays)
 
 

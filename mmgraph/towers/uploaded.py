@@ -47,7 +47,12 @@ class UploadCache:
             device: Where it is.
             make: Makes it.
         """
-        stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+        stream = 0
+        if device.type == "cuda":
+            current = torch.cuda.current_stream(device)
+            stream = current.cuda_stream
+            if stream and current.stream_id == stream:  # not PyTorch's: it may end, and its handle be another's
+                return make(grids)
         key = (grids, device, stream)
         with self._lock:
             found = self._kept.get(key)

@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 import torch
 
-from mmgraph.ops.assembly.cuda import adjacent
 from mmgraph.ops.error_flag import Fault, flag_for
 from mmgraph.ops.launching import launch, on_device
 from mmgraph.ops.registration import kernel_module
@@ -72,13 +71,10 @@ def _row_stride(tensor: Tensor) -> int:
     return stride if rows > 1 or stride >= width else width
 
 
-def row_stride(tensor: Tensor) -> int:
-    """Elements from row to row; of a single row's where it could be that of more, else the width.
-
-    So one row of a larger tensor, with room between its rows, is served by the kernel that serves several.
-    """
-    stride, width = tensor.stride(0), tensor.shape[1]
-    return stride if tensor.shape[0] > 1 or stride > width else width
+def adjacent(tensor: Tensor) -> Tensor:
+    """The tensor as its values are read, or a copy whose columns are adjacent in memory."""
+    tensor = tensor.resolve_neg()
+    return tensor if tensor.stride(1) == 1 else tensor.contiguous()
 
 
 def _common(*strides: int) -> int:
@@ -94,7 +90,7 @@ def norm(x: Tensor, delta: Tensor | None, how: Norm, total: Tensor | None, out: 
     tile = tile_of(width)
     strides = _row_stride(x), _row_stride(added)
     # What isn't there is never looked at.
-    weight, bias = (x if one is None else one.contiguous() for one in (how.weight, how.bias))
+    weight, bias = (x if one is None else one.resolve_neg().contiguous() for one in (how.weight, how.bias))
     tensors = (x, added, weight, bias, out if total is None else total, out)
     flags = (delta is not None, how.kind == "layer", how.weight is not None, how.bias is not None)
     rest = (*flags, float(how.eps), x.dtype == torch.float64, _common(*strides))
@@ -152,7 +148,7 @@ def mix(table: Tensor, indices: Tensor, weights: Tensor, base: Tensor | None, ou
         launch(
             kernel_module("rowwise.kernels").mix_kernel,
             tokens * cut.parts,
-            (table, indices.contiguous(), weights.contiguous(), added, out, flag),
+            (table, indices.resolve_neg().contiguous(), weights.resolve_neg().contiguous(), added, out, flag),
             (table.shape[0],),
             strides,
             (

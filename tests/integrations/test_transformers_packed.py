@@ -1,5 +1,8 @@
 """Invariant: an accelerated model gives what transformers gives, and what was done can be undone without a trace."""
 
+import copy
+import gc
+import weakref
 from typing import Any
 
 import hub_models
@@ -8,10 +11,11 @@ import torch
 from torch import nn
 
 from mmgraph.capture import BucketGrid, CaptureFailedError
-from mmgraph.errors import OptionError, UnsupportedModelError
-from mmgraph.integrations.transformers import ATTENTION_NAME, Acceleration, Rewrites, accelerate, restore
+from mmgraph.errors import OptionError, TowerError, UnsupportedModelError
+from mmgraph.integrations.transformers import Acceleration, Rewrites, accelerate, restore
 from mmgraph.integrations.transformers.packed_families import parts_of
 from mmgraph.integrations.transformers.packed_site import PackedSite
+from mmgraph.towers import linears
 
 FAMILIES = tuple(hub_models.PACKED)
 #: GLM's towers are given each frame of a video as an image of its own; that goes through `generate` below.
@@ -215,7 +219,6 @@ def test_training_and_what_was_asked_for_beside_runs_as_transformers_runs_it(fam
     projection = visual.patch_embed.proj.weight
     assert projection.grad is not None
     assert bool(projection.grad.abs().sum() > 0)
-    assert visual.config._attn_implementation == ATTENTION_NAME
     done.restore()
 
 
@@ -311,3 +314,157 @@ def test_a_capture_that_fails_leaves_the_model_as_it_was(monkeypatch: pytest.Mon
     assert traces(model) == before
     with torch.no_grad():
         assert_same(visual(**call), expected)
+
+
+def changed_projection(visual: Any) -> None:
+    old = visual.blocks[0].attn.qkv
+    new = nn.Linear(old.in_features, old.out_features)
+    visual.blocks[0].attn.qkv = new.requires_grad_(False)
+
+
+def hooked_block(visual: Any) -> None:
+    visual.blocks[0].mlp.register_forward_hook(lambda module, inputs, output: output * 2)
+
+
+def replaced_bias(visual: Any) -> None:
+    gate = visual.blocks[0].mlp.gate_proj
+    gate.bias = nn.Parameter(gate.bias + 1, requires_grad=False)
+
+
+def asking_configuration(visual: Any) -> None:
+    visual.config.output_hidden_states = True
+
+
+@pytest.mark.parametrize("change", [changed_projection, hooked_block, replaced_bias, asking_configuration])
+@pytest.mark.parametrize("before", [False, True], ids=["afterwards", "before"])
+def test_what_is_changed_on_the_model_counts(change: Any, before: bool) -> None:
+    torch.manual_seed(0)
+    model, visual, call = tower_call("qwen2_5_vl")
+    if before:
+        change(visual)
+    done = accelerate(model, capture=False)
+    if not before:
+        change(visual)
+    with torch.no_grad():
+        found = visual(**call)
+        done.restore()
+        assert_same(found, visual(**call))
+        assert (found.hidden_states is None) == (change is not asking_configuration)
+
+
+def test_gradients_of_pixels_are_transformers_own() -> None:
+    _, visual, call = tower_call("qwen3_vl")
+    done = accelerate(visual, capture=False)
+    pixels = call["hidden_states"].clone().requires_grad_()
+    visual(pixels, call["grid_thw"]).pooler_output.sum().backward()
+    assert pixels.grad is not None
+    done.restore()
+
+
+def test_weights_that_would_need_gradients_are_joined_too() -> None:
+    model, visual, call = tower_call("qwen2_5_vl")
+    visual.requires_grad_(True)
+    with torch.no_grad():
+        expected = visual(**call)
+        done = accelerate(model, capture=False)
+        (site,) = done.sites
+        assert isinstance(site, PackedSite)
+        assert site.tower is not None
+        assert all(block.mlp.join() for block in site.tower.parts.blocks)
+        assert_same(visual(**call), expected)
+    visual.train()
+    visual(**call).pooler_output.sum().backward()
+    assert visual.blocks[0].mlp.down_proj.weight.grad is not None
+    done.restore()
+
+
+def test_models_that_share_a_configuration_dont_share_what_is_done() -> None:
+    model, visual, call = tower_call("qwen3_vl")
+    other = type(model)(model.config).eval()
+    with torch.no_grad():
+        expected = other.model.visual(**call)
+        done = accelerate(model, capture=False)
+        assert torch.equal(other.model.visual(**call).pooler_output, expected.pooler_output)
+    assert visual.config._attn_implementation == other.model.visual.config._attn_implementation == "sdpa"
+    done.restore()
+
+
+def test_copies_of_an_accelerated_model_are_refused_and_of_a_restored_one_are_copies() -> None:
+    for family in ("qwen3_vl", "llava_clip"):
+        model, inputs = hub_models.build(family)
+        done = accelerate(model, capture=False)
+        for part in (model, model.model):
+            with pytest.raises(TowerError, match="restore"):
+                copy.deepcopy(part)
+        done.restore()
+        twin = copy.deepcopy(model)
+        assert torch.equal(hub_models.generated(twin, inputs), hub_models.generated(model, inputs))
+
+
+@pytest.mark.parametrize("outer_first", [False, True])
+def test_parts_of_an_accelerated_model_are_refused(outer_first: bool) -> None:
+    model, _, _ = tower_call("qwen3_vl")
+    before = traces(model)
+    first, second = (model, model.model) if outer_first else (model.model, model)
+    done = accelerate(first, capture=False)
+    with pytest.raises(OptionError, match=r"part of an accelerated model|accelerated already"):
+        accelerate(second, capture=False)
+    done.restore()
+    assert traces(model) == before
+
+
+def test_an_accelerated_part_is_collected_with_its_model() -> None:
+    _, visual, _ = tower_call("qwen3_vl")
+    accelerate(visual, capture=False)
+    gone = weakref.ref(visual)
+    del visual, _
+    gc.collect()
+    assert gone() is None
+
+
+def test_a_failure_in_the_middle_of_joining_leaves_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, _, _ = tower_call("qwen2_5_vl")
+    before = traces(model)
+    join, calls = linears.JoinedGate.__init__, []
+
+    def runs_out(self: Any, *args: Any) -> None:
+        calls.append(args)
+        if len(calls) > 1:
+            raise torch.OutOfMemoryError("no memory")
+        join(self, *args)
+
+    monkeypatch.setattr(linears.JoinedGate, "__init__", runs_out)
+    with pytest.raises(torch.OutOfMemoryError):
+        accelerate(model, capture=False)
+    assert traces(model) == before
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"capture": "yes"}, "capture must be"),
+        ({"max_tokens": 1.5}, "max_tokens must be"),
+        ({"max_images": 0}, "max_images must be"),
+        ({"rewrites": "all"}, "Rewrites record"),
+        ({"backend": "nope"}, "one of .*triton"),
+        ({"buckets": 3}, "BucketGrid"),
+        ({"buckets": {"model.visul": PLAIN_BUCKETS}}, "model.visul, and the model's encoders are model.visual"),
+    ],
+)
+def test_options_are_checked(options: dict[str, Any], match: str) -> None:
+    model, _, _ = tower_call("qwen3_vl")
+    with pytest.raises(OptionError, match=match):
+        accelerate(model, **options)
+
+
+def test_patches_that_dont_fit_their_grids_are_transformers_error() -> None:
+    model, visual, call = tower_call("qwen3_vl")
+    errors = []
+    for accelerated in (False, True):
+        done = accelerate(model, capture=False) if accelerated else None
+        with torch.no_grad(), pytest.raises(Exception) as caught:
+            visual(call["hidden_states"][:-1], call["grid_thw"])
+        errors.append((caught.type, str(caught.value)))
+        if done is not None:
+            done.restore()
+    assert errors[0] == errors[1]

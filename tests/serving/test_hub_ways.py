@@ -162,6 +162,7 @@ def test_all_ways_agree_and_leave_the_model_as_it_was(model, requests, plain):
         assert way.tokens.compared == (STEPS + 1) * 3
         assert way.tokens.equal
         assert way.features.relative < 1e-5
+        assert 0 < way.features.hub_error < 1e-5  # against a pass that really was wider
     # The first pass and one more, of two photos each, all from graphs.
     assert "4 of 4 images from them" in comparison.ways[2].detail
 

@@ -4,6 +4,7 @@ The device is simulated: work is done late, in any legal order; see ``simulated_
 """
 
 import warnings
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -160,7 +161,8 @@ def test_on_a_cpu_memory_is_shared_where_it_can_be():
 def test_inside_a_capture_it_is_refused(monkeypatch):
     device = torch.device("cuda", 0)
     lane = CountingLane(World(0))
-    monkeypatch.setitem(module._uploaders, device, TogetherUploader(lane))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=7))
+    monkeypatch.setitem(module._uploaders, (device, 7), TogetherUploader(lane))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with pytest.raises(DuringCaptureError, match="Upload before the capture"):
         upload_together({"a": np.arange(5)}, device)

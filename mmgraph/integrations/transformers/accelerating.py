@@ -18,13 +18,14 @@ from mmgraph.integrations.transformers.kimi_site import KimiSite
 from mmgraph.integrations.transformers.merging import install_merge, merges
 from mmgraph.integrations.transformers.packed_families import PACKED_TOWERS
 from mmgraph.integrations.transformers.packed_site import PackedSite
-from mmgraph.integrations.transformers.patches import Patches
+from mmgraph.integrations.transformers.patches import Patches, Replacement, refuse_copy
 from mmgraph.integrations.transformers.sites import Options, Site
 from mmgraph.towers.rewrites import Rewrites
 
 __all__ = ["Acceleration", "accelerate", "restore"]
 
-_ACTIVE: weakref.WeakKeyDictionary[nn.Module, Acceleration] = weakref.WeakKeyDictionary()
+#: Where a model holds what was done to it, so that both go together.
+_ATTRIBUTE = "_mmgraph_acceleration"
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,6 +40,12 @@ class Acceleration:
     _patches: Patches
     _model: weakref.ref[nn.Module]
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        raise refuse_copy("what was done")
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise refuse_copy("what was done")
+
     def report(self) -> dict[str, Any]:
         """For each captured tower what its encoder reports: graphs, hits, padding, bytes."""
         return {site.name: site.encoder.report() for site in self.sites if site.encoder is not None}
@@ -49,8 +56,8 @@ class Acceleration:
         Called again it does nothing.
         """
         model = self._model()
-        if model is not None and _ACTIVE.get(model) is self:
-            del _ACTIVE[model]
+        if model is not None and vars(model).get(_ATTRIBUTE) is self:
+            del vars(model)[_ATTRIBUTE]
         self._patches.undo()
         for site in self.sites:
             site.close()
@@ -96,8 +103,8 @@ def accelerate(
         OptionError: The model is accelerated already.
         CaptureFailedError: An encoder can't be captured; the model is as it was.
     """
-    if model in _ACTIVE:
-        raise OptionError(f"this {type(model).__name__} is accelerated already: restore(model) first")
+    _check_model(model)
+    _refuse_twice(model)
     options = Options(
         capture,
         buckets,
@@ -110,6 +117,7 @@ def accelerate(
         manager,
     )
     sites = find_sites(model, options)
+    options.check_names([site.name for site in sites])
     patches = Patches()
     done = Acceleration(tuple(sites), patches, weakref.ref(model))
     try:
@@ -121,7 +129,7 @@ def accelerate(
     except BaseException:
         done.restore()
         raise
-    _ACTIVE[model] = done
+    object.__setattr__(model, _ATTRIBUTE, done)
     return done
 
 
@@ -131,10 +139,27 @@ def restore(model: nn.Module) -> None:
     Raises:
         OptionError: The model isn't accelerated.
     """
-    done = _ACTIVE.get(model)
+    _check_model(model)
+    done: Acceleration | None = vars(model).get(_ATTRIBUTE)
     if done is None:
         raise OptionError(f"this {type(model).__name__} is not accelerated: there is nothing to undo")
     done.restore()
+
+
+def _check_model(model: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise OptionError(f"model must be a model of transformers, got {model!r}")
+
+
+def _refuse_twice(model: nn.Module) -> None:
+    """Raises OptionError where a model, a part of it, or a model that it is part of is accelerated."""
+    if _ATTRIBUTE in vars(model):
+        raise OptionError(f"this {type(model).__name__} is accelerated already: restore(model) first")
+    for name, module in model.named_modules():
+        if _ATTRIBUTE in vars(module) or any(isinstance(value, Replacement) for value in vars(module).values()):
+            raise OptionError(
+                f"{name or type(model).__name__} is part of an accelerated model already: restore that one first"
+            )
 
 
 def find_sites(model: nn.Module, options: Options) -> list[Site]:

@@ -59,8 +59,8 @@ class AudioSite:
         """See `Site`."""
         self.runner.capture()
         self.encoder = self.runner.encoder
-        patches.set(self.tower, "forward", self.forward)
-        patches.set(self.model, "forward", _with_lengths(self.model.forward))
+        patches.replace(self.tower, "forward", self.forward)
+        patches.replace(self.model, "forward", _with_lengths(self.model.forward))
 
     def close(self) -> None:
         """See `Site`."""

@@ -15,6 +15,7 @@ from mmgraph.integrations.transformers.fixed_parts import FixedParts
 from mmgraph.integrations.transformers.patches import Patches
 from mmgraph.integrations.transformers.runners import TowerRunner, Unserved
 from mmgraph.integrations.transformers.sites import Options
+from mmgraph.integrations.transformers.unchanged import Unchanged
 from mmgraph.towers.fixed import FixedEncoder, FixedInput, FixedItem, stacked
 
 __all__ = ["FixedRunner", "FixedSite", "arguments_of"]
@@ -112,6 +113,7 @@ class FixedSite:
             parts.unit,
             options,
         )
+        self.runner.unchanged = Unchanged(parts.modules, owner=model)
         self.encoder: CapturedEncoder | None = None
         self._originals = {method: getattr(model, method) for method in parts.methods}
 
@@ -120,7 +122,7 @@ class FixedSite:
         self.runner.capture()
         self.encoder = self.runner.encoder
         for method in self.parts.methods:
-            patches.set(self.model, method, self._replaced(method))
+            patches.replace(self.model, method, self._replaced(method))
 
     def close(self) -> None:
         """See `Site`."""

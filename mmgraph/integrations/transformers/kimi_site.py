@@ -26,6 +26,7 @@ from mmgraph.integrations.transformers.packed_families import part
 from mmgraph.integrations.transformers.patches import Patches
 from mmgraph.integrations.transformers.runners import TowerRunner, Unserved
 from mmgraph.integrations.transformers.sites import Options
+from mmgraph.integrations.transformers.unchanged import Unchanged
 from mmgraph.towers.frames import merge_order
 from mmgraph.towers.grids import GridCache, GridLayout, PositionTable, grids_of
 from mmgraph.towers.items import PatchItem, joined, joined_patches
@@ -193,6 +194,7 @@ class KimiSite:
         self.name = f"{name}.vision_tower" if name else "vision_tower"
         tower = known_tower(model, "vision_tower", "Kimi_K25VisionModel")
         self.runner = TowerRunner(self.name, tower, (tower, part(model, "mm_projector")), options)
+        self.runner.unchanged = Unchanged(self.runner.modules, owner=model)
         self.tower = KimiTower(model, self.runner.attention)
         self._original: Callable[..., Any] = model.get_image_features
         self._signature = inspect.signature(self._original)
@@ -205,7 +207,7 @@ class KimiSite:
         example = PatchItem(torch.zeros_like(weight[:1].flatten(1)).repeat(merge**2, 1), (1, merge, merge))
         self.runner.capture_with(tower, tower.grid(self.runner.options.max_tokens), example, weight.device)
         self.encoder = self.runner.encoder
-        patches.set(self.model, "get_image_features", self.get_image_features)
+        patches.replace(self.model, "get_image_features", self.get_image_features)
 
     def close(self) -> None:
         """See `Site`."""

@@ -76,14 +76,14 @@ def install_merge(inner: Any, patches: Patches) -> None:
                 return language_forward(*args, **kwargs)
         return language_forward(*args, **kwargs)
 
-    patches.set(inner, "forward", merging)
-    patches.set(language, "forward", unmerged)
+    patches.replace(inner, "forward", merging)
+    patches.replace(language, "forward", unmerged)
     if callable(getattr(language, "_deepstack_process", None)):
-        patches.set(language, "_deepstack_process", _deepstack)
+        patches.replace(language, "_deepstack_process", _deepstack)
     if callable(getattr(inner, "get_placeholder_mask", None)):
-        patches.set(inner, "get_placeholder_mask", _mask_without_wait(inner, inner.get_placeholder_mask))
+        patches.replace(inner, "get_placeholder_mask", _mask_without_wait(inner, inner.get_placeholder_mask))
     if type(inner).__name__ in _ROWWISE_MERGERS:
-        patches.set(inner, "inputs_merger", _rows_merger(inner, inner.inputs_merger))
+        patches.replace(inner, "inputs_merger", _rows_merger(inner, inner.inputs_merger))
 
 
 def merges(module: Any) -> bool:

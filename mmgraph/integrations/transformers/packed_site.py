@@ -15,7 +15,8 @@ from mmgraph.capture import BucketGrid, CapturedEncoder
 from mmgraph.integrations.transformers.attention import register_attention
 from mmgraph.integrations.transformers.packed_families import parts_of
 from mmgraph.integrations.transformers.patches import Patches
-from mmgraph.integrations.transformers.sites import Options, served
+from mmgraph.integrations.transformers.sites import Options, asked_in_configuration, served
+from mmgraph.integrations.transformers.unchanged import Unchanged
 from mmgraph.towers.grids import grids_of
 from mmgraph.towers.items import PatchItem, joined
 from mmgraph.towers.packed import PackedTower, item_tokens
@@ -68,26 +69,32 @@ class PackedSite:
         self.tower: _Tower | None = None
         self._forward: Callable[..., Any] = visual.forward
         self._told: set[str] = set()
+        self._unchanged: Unchanged | None = None
         self._parts = parts_of(visual, options.backend)
 
     def install(self, patches: Patches) -> None:
         """See `Site`."""
         tower = _Tower(self._parts, rewrites=self.options.rewrites, keep_last=True, deep_beside=False)
         self.tower = tower
+        self._unchanged = Unchanged([self.visual])
         try:
             if self.options.captures(tower.device):
                 self.encoder = self._captured(tower)
         except BaseException:
             self.close()
             raise
-        patches.set(self.visual.config, "_attn_implementation_internal", register_attention())
-        patches.set(self.visual, "forward", self.forward)
+        register_attention()
+        patches.replace(self.visual, "forward", self.forward)
 
     def _captured(self, tower: _Tower) -> CapturedEncoder:
         options = self.options
         grid = options.grid(self.name, packed_grid(options.max_tokens, tower))
         encoder = CapturedEncoder(tower, buckets=grid, watch=[self.visual], **options.manager)
-        encoder.precompile([example_item(tower)], progress=options.progress)
+        try:
+            encoder.precompile([example_item(tower)], progress=options.progress)
+        except BaseException:
+            encoder.close()
+            raise
         return encoder
 
     def close(self) -> None:
@@ -110,20 +117,35 @@ class PackedSite:
         Returns:
             transformers' record, with ``pooler_output`` and ``last_hidden_state``.
         """
-        tower = self.tower
-        reason = "it was restored" if tower is None else served(self.visual, kwargs, _KNOWN)
+        if torch.compiler.is_compiling():
+            return self._forward(hidden_states, grid_thw, **kwargs)
+        tower, encoder = self.tower, self.encoder  # another thread may restore meanwhile
+        reason = "it was restored" if tower is None else self._why_not(hidden_states, kwargs)
         if tower is None or reason is not None:
             self._tell(str(reason))
             return self._forward(hidden_states, grid_thw, **kwargs)
         grids = grids_of(grid_thw, allow_sync=True)
-        parts = hidden_states.split([item_tokens(grid) for grid in grids])
+        counts = [item_tokens(grid) for grid in grids]
+        if not grids or sum(counts) != hidden_states.shape[0]:
+            self._tell(f"{hidden_states.shape[0]} patches don't fit the grids' {sum(counts)}")
+            return self._forward(hidden_states, grid_thw, **kwargs)
+        parts = hidden_states.split(counts)
         items = [PatchItem(patches, grid) for patches, grid in zip(parts, grids, strict=True)]
         with torch.no_grad():
-            if self.encoder is not None:
-                results = self.encoder(items)
+            if encoder is not None:
+                results = encoder(items)
             else:
                 results = tower.split(tower.forward(**tower.prepare(items, None)), items)
         return self._record(results)
+
+    def _why_not(self, hidden_states: Tensor, kwargs: Mapping[str, Any]) -> str | None:
+        """Why a call runs as transformers runs it, or None."""
+        if torch.is_grad_enabled() and hidden_states.requires_grad:
+            return "gradients of the pixels are recorded"
+        if kwargs.get("return_dict") is None and not getattr(self.visual.config, "return_dict", True):
+            return "a tuple was asked for"
+        changed = self._unchanged.why_not() if self._unchanged is not None else None
+        return served(self.visual, kwargs, _KNOWN) or asked_in_configuration(self.visual) or changed
 
     def _record(self, results: Sequence[_Result]) -> Any:
         from transformers.modeling_outputs import BaseModelOutputWithPooling

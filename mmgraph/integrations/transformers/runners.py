@@ -11,7 +11,8 @@ from torch import nn
 
 from mmgraph.capture import BucketGrid, CapturedEncoder
 from mmgraph.integrations.transformers.attention import TowerAttention
-from mmgraph.integrations.transformers.sites import Options, served
+from mmgraph.integrations.transformers.sites import Options, asked_in_configuration, served
+from mmgraph.integrations.transformers.unchanged import Unchanged
 
 __all__ = ["TowerRunner", "Unserved"]
 
@@ -38,6 +39,7 @@ class TowerRunner:
         self.name, self.modules, self.options = name, tuple(modules), options
         self.attention = TowerAttention(tower, options.backend)
         self.encoder: CapturedEncoder | None = None
+        self.unchanged = Unchanged(self.modules)
         self._told: set[str] = set()
 
     def capture_with(self, adapter: Any, grid: BucketGrid, example: Any, device: torch.device) -> None:
@@ -65,9 +67,10 @@ class TowerRunner:
 
     def run(self, adapter: Any, items: Sequence[Any]) -> Sequence[Any]:
         """Each item's result: from graphs, or from one eager run of all."""
+        encoder = self.encoder  # another thread may restore meanwhile
         with torch.no_grad():
-            if self.encoder is not None:
-                found: Sequence[Any] = self.encoder(items)
+            if encoder is not None:
+                found: Sequence[Any] = encoder(items)
             else:
                 found = adapter.split(adapter.forward(**adapter.prepare(items, None)), items)
         return found
@@ -96,12 +99,12 @@ class TowerRunner:
             if name not in known and name != "return_dict" and value is not None and value is not False:
                 raise Unserved(f"it was asked for {name}")
         for module in self.modules:
-            reason = served(module, {}, _NOTHING)
-            for asked in ("output_hidden_states", "output_attentions"):
-                if reason is None and getattr(getattr(module, "config", None), asked, False):
-                    reason = f"its configuration asks for {asked}"
+            reason = served(module, {}, _NOTHING) or asked_in_configuration(module)
             if reason is not None:
                 raise Unserved(reason)
+        reason = self.unchanged.why_not()
+        if reason is not None:
+            raise Unserved(reason)
 
     def as_it_was(self, reason: str, original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Runs transformers' own, and says why, once for each reason."""

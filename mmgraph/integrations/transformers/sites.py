@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 import torch
 from torch import nn
 
-from mmgraph.capture import BucketGrid, CapturedEncoder, CaptureError
+from mmgraph.capture import BucketGrid, CapturedEncoder
+from mmgraph.errors import OptionError
 from mmgraph.integrations.transformers.patches import Patches
+from mmgraph.ops.attention.registry import backend_names
 from mmgraph.towers.rewrites import Rewrites
 
-__all__ = ["Options", "Site", "served"]
+__all__ = ["Options", "Site", "asked_in_configuration", "served"]
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,35 @@ class Options:
     merge: bool = True
     progress: bool = False
     manager: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.capture not in (True, False, "auto") or not isinstance(self.capture, (bool, str)):
+            raise OptionError(f"capture must be True, False or 'auto', got {self.capture!r}")
+        for name in ("max_tokens", "max_images"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise OptionError(f"{name} must be an integer of at least 1, got {value!r}")
+        if not isinstance(self.rewrites, Rewrites):
+            raise OptionError(f"rewrites must be a Rewrites record, got {self.rewrites!r}")
+        if self.backend is not None and self.backend not in backend_names():
+            raise OptionError(
+                f"backend must be None or one of {', '.join(backend_names())}, got {self.backend!r}"
+            )
+        grids = self.buckets.values() if isinstance(self.buckets, Mapping) else [self.buckets]
+        if not all(grid is None or isinstance(grid, BucketGrid) for grid in grids):
+            raise OptionError(
+                f"buckets must be a BucketGrid, or one by an encoder's name, got {self.buckets!r}"
+            )
+
+    def check_names(self, names: Collection[str]) -> None:
+        """Raises OptionError for buckets of an encoder that there isn't."""
+        unknown = (
+            [name for name in self.buckets if name not in names] if isinstance(self.buckets, Mapping) else []
+        )
+        if unknown:
+            raise OptionError(
+                f"buckets name {', '.join(unknown)}, and the model's encoders are {', '.join(names)}"
+            )
 
     def captures(self, device: torch.device) -> bool:
         """Whether a tower on a device is captured."""
@@ -100,4 +131,10 @@ def served(module: nn.Module, kwargs: Mapping[str, Any], known: frozenset[str]) 
     return None
 
 
-__all__ += ["CaptureError"]
+def asked_in_configuration(module: Any) -> str | None:
+    """What a module's configuration asks of every call and the fast way hasn't got, or None."""
+    config = getattr(module, "config", None)
+    for asked in ("output_hidden_states", "output_attentions"):
+        if getattr(config, asked, False):
+            return f"its configuration asks for {asked}"
+    return None
