@@ -157,9 +157,8 @@ def compiled(model: Any, backend: str) -> Iterator[Details]:
     torch.compiler.reset()
     config: Any = torch.compiler.config  # its patch comes at run time
     with warnings.catch_warnings(), config.patch(force_disable_caches=True):
-        warnings.filterwarnings(
-            "ignore", message="dynamo_pgo force disabled"
-        )  # says that what was asked for is done
+        # It says that what was asked for is done.
+        warnings.filterwarnings("ignore", message="dynamo_pgo force disabled")
         try:
             patches.replace(tower, "forward", torch.compile(tower.forward, dynamic=True, backend=backend))
             patches.replace(

@@ -104,7 +104,9 @@ def test_a_wrong_descriptor_is_found_in_machine_code() -> None:
         assert len(found(setup + WRONG.replace("-0x7fffffe0", constant))) == 1
 
 
-@pytest.mark.parametrize("stem", ["graph_memory", "replay", "soak"])  # the ops' are in tests/ops/test_benches.py
+@pytest.mark.parametrize(
+    "stem", ["graph_memory", "replay", "soak"]
+)  # the ops' are in tests/ops/test_benches.py
 def test_the_benchmarks_run_at_small_sizes(stem: str, tmp_path: Path) -> None:
     out = tmp_path / "results.json"
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}

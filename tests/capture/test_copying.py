@@ -208,7 +208,7 @@ def test_runs_are_not_read_beyond_their_end() -> None:
 
 def test_the_kernels_do_the_same_under_the_interpreter(pytestconfig: pytest.Config) -> None:
     root = pytestconfig.rootpath
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     path = [
         str(root),
         *(str(root / "tests" / name) for name in ("ops", "support")),

@@ -14,7 +14,7 @@ import pytest
     ["", "_windows 0", "_windows 1", "_windows 2", "_tails", "_cudnn", "_rotary", "_assembly", "_rowwise"],
 )
 def test_kernels_equal_the_reference_under_the_interpreter(name, pytestconfig):
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     root = pytestconfig.rootpath
     path = [str(root), str(root / "tests" / "support"), environment.get("PYTHONPATH", "")]
     environment["PYTHONPATH"] = os.pathsep.join(part for part in path if part)

@@ -15,7 +15,7 @@ from mmgraph.capture import BucketGrid, CapturedEncoder
 from mmgraph.integrations.transformers.attention import register_attention
 from mmgraph.integrations.transformers.packed_families import parts_of
 from mmgraph.integrations.transformers.patches import Patches
-from mmgraph.integrations.transformers.sites import Options, asked_in_configuration, served
+from mmgraph.integrations.transformers.sites import HARMLESS, Options, asked_in_configuration, served
 from mmgraph.integrations.transformers.unchanged import Unchanged
 from mmgraph.towers.grids import grids_of
 from mmgraph.towers.items import PatchItem, joined
@@ -24,9 +24,6 @@ from mmgraph.towers.packed import PackedTower, item_tokens
 __all__ = ["PackedSite", "example_item", "packed_grid", "room_in"]
 
 logger = logging.getLogger(__name__)
-
-#: What models hand to their towers along with what is for the language model; it changes nothing here.
-_KNOWN = frozenset({"return_dict", "use_cache", "cache_position"})
 
 
 @dataclass(frozen=True, eq=False)
@@ -145,7 +142,7 @@ class PackedSite:
         if kwargs.get("return_dict") is None and not getattr(self.visual.config, "return_dict", True):
             return "a tuple was asked for"
         changed = self._unchanged.why_not() if self._unchanged is not None else None
-        return served(self.visual, kwargs, _KNOWN) or asked_in_configuration(self.visual) or changed
+        return served(self.visual, kwargs, HARMLESS) or asked_in_configuration(self.visual) or changed
 
     def _record(self, results: Sequence[_Result]) -> Any:
         from transformers.modeling_outputs import BaseModelOutputWithPooling

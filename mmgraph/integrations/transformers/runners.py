@@ -11,7 +11,7 @@ from torch import nn
 
 from mmgraph.capture import BucketGrid, CapturedEncoder
 from mmgraph.integrations.transformers.attention import TowerAttention
-from mmgraph.integrations.transformers.sites import Options, asked_in_configuration, served
+from mmgraph.integrations.transformers.sites import HARMLESS, Options, asked_in_configuration, served
 from mmgraph.integrations.transformers.unchanged import Unchanged
 
 __all__ = ["TowerRunner", "Unserved"]
@@ -96,7 +96,7 @@ class TowerRunner:
         if returns is False or (returns is None and not getattr(config, "return_dict", True)):
             raise Unserved("a tuple was asked for")
         for name, value in given.items():
-            if name not in known and name != "return_dict" and value is not None and value is not False:
+            if name not in known and name not in HARMLESS and value is not None and value is not False:
                 raise Unserved(f"it was asked for {name}")
         for module in self.modules:
             reason = served(module, {}, _NOTHING) or asked_in_configuration(module)

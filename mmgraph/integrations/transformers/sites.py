@@ -15,7 +15,10 @@ from mmgraph.integrations.transformers.patches import Patches
 from mmgraph.ops.attention.registry import backend_names
 from mmgraph.towers.rewrites import Rewrites
 
-__all__ = ["Options", "Site", "asked_in_configuration", "served"]
+#: What models hand to their towers along with what is for the language model; it changes nothing there.
+HARMLESS = frozenset({"return_dict", "use_cache", "cache_position"})
+
+__all__ = ["HARMLESS", "Options", "Site", "asked_in_configuration", "served"]
 
 
 @dataclass(frozen=True)

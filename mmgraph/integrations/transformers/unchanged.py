@@ -39,8 +39,10 @@ class Unchanged:
         self._names = [name for _, name, _ in places]
         self._children = [child for _, _, child in places]
         # transformers' own hooks, which record what is asked for, are there or come later, and change nothing.
-        self._hooks: list[Any] = [getattr(module, name) for module in modules for name in _HOOKS]
-        self._attributes = [vars(module) for module in modules if not any(module is root for root in roots)]
+        # A root's own hooks run around whatever its forward is.
+        parts = [module for module in modules if not any(module is root for root in roots)]
+        self._hooks: list[Any] = [getattr(module, name) for module in parts for name in _HOOKS]
+        self._attributes = [vars(module) for module in parts]
         self._dtype, self._device = self._place()
 
     def _place(self) -> tuple[torch.dtype, torch.device]:
