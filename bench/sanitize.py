@@ -5,9 +5,10 @@
 Without PyTorch's caching allocator every tensor is an allocation of its own, so that a read past its end is seen.
 
 Covered are the kernels of a captured graph's own nodes, of assembly, of rotary positions (forward and backward), of
-the triton backend for long and for short sequences, of outputs' tails, and the one in front of cuDNN's attention, with
-wrong offsets too; with them run PyTorch's FlashAttention 2, forward and backward, and cuDNN's attention. Where
-``flashinfer_cudnn`` isn't usable, its kernel is not run, which is printed. The kernels of fa3 and fa4 are not covered.
+norms, activations and mixtures of rows, of the triton backend for long and for short sequences, of outputs' tails, and
+the one in front of cuDNN's attention, with wrong offsets and indices too; with them run PyTorch's FlashAttention 2,
+forward and backward, and cuDNN's attention. Where ``flashinfer_cudnn`` isn't usable, its kernel is not run, which is
+printed. The kernels of fa3 and fa4 are not covered.
 """
 
 import argparse
@@ -28,6 +29,7 @@ PARTS = (
     "capture",
     "assembly",
     "rotary",
+    "rowwise",
     "triton",
     "windows",
     "full_windows",
@@ -253,6 +255,36 @@ def rotary(heads: int, kv_heads: int, width: int, interleaved: bool, full: bool)
             raise SystemExit("a rotary op gave NaN")
 
 
+def rowwise(width: int, dtype: torch.dtype, device: str = "cuda") -> None:
+    """Norms, activations and mixtures, of adjacent rows and of rows with room between them."""
+    weight = torch.randn(width, device=device).to(dtype)
+    for tokens, gap in itertools.product((0, 1, 5), (0, 3)):
+        x, delta = (torch.randn(tokens, width + gap, device=device).to(dtype)[:, gap:] for _ in range(2))
+        for kind in ("layer", "rms"):
+            bias = weight if kind == "layer" else None
+            ops.add_norm(x, delta, weight, bias, eps=1e-6, kind=kind)
+            ops.norm(x, weight, bias, eps=1e-6, kind=kind)
+        gated = torch.randn(tokens, 2 * width + gap, device=device).to(dtype)[:, gap:]
+        for name in ("silu", "gelu", "gelu_tanh", "quick_gelu", "relu"):
+            ops.activation(x, kind=name)
+            ops.gated_activation(gated, activation=name)
+        table = torch.randn(7, width + gap, device=device).to(dtype)[:, gap:]
+        for taps in (0, 1, 4, 16):
+            indices = torch.randint(0, 7, (tokens, taps), device=device)
+            shares = torch.rand(tokens, taps, device=device)
+            ops.mix_rows(table, indices, shares)
+            ops.mix_rows(table, indices.int(), shares, base=x)
+    ops.check_errors()
+    try:
+        ops.mix_rows(
+            weight[None], torch.tensor([[-9], [2**40]], device=device), torch.ones(2, 1, device=device)
+        )
+        ops.check_errors()
+    except ops.DataError:
+        return
+    raise SystemExit("an index outside the table was not recorded")
+
+
 def capture_nodes(tokens: int, bucket: int, width: int, dtype: torch.dtype) -> None:
     """A graph's own nodes, launched one by one: fetch, stage, fill, publish."""
     device = torch.device("cuda", torch.cuda.current_device())
@@ -294,6 +326,12 @@ def main() -> None:
         if part == "rotary":
             for shape, interleaved, full in itertools.product(HEADS, (False, True), (False, True)):
                 rotary(*shape, interleaved, full)
+            continue
+        if part == "rowwise":
+            for width, dtype in itertools.product(
+                (1, 3, 72, 1152, 3420, 9001), (torch.bfloat16, torch.float32)
+            ):
+                rowwise(width, dtype)
             continue
         if part == "windows":
             for widths, dtype, causal in itertools.product(
