@@ -218,6 +218,7 @@ def test_training_and_what_was_asked_for_beside_runs_as_transformers_runs_it(fam
     done = accelerate(model, capture=False)
     with torch.no_grad():
         found = visual(**call, output_hidden_states=True)
+    assert done.fallbacks() == {"model.visual": {"it was asked for output_hidden_states": 1}}
     assert len(found.hidden_states) == len(expected.hidden_states)
     assert_same(found, expected)
     visual.requires_grad_(True)

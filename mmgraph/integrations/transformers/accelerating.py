@@ -50,6 +50,18 @@ class Acceleration:
         """For each captured tower what its encoder reports: graphs, hits, padding, bytes."""
         return {site.name: site.encoder.report() for site in self.sites if site.encoder is not None}
 
+    def fallbacks(self) -> dict[str, dict[str, int]]:
+        """How often each encoder ran as transformers has it since, by reason. A server wants all of it empty."""
+        counts: dict[str, Any] = {site.name: getattr(site, "runner", site) for site in self.sites}
+        return {name: dict(owner.fallbacks) for name, owner in counts.items()}
+
+    def __repr__(self) -> str:
+        kinds = {False: "uncaptured", True: "captured"}
+        sites = ", ".join(
+            f"{site.name or site.family} ({kinds[site.encoder is not None]})" for site in self.sites
+        )
+        return f"Acceleration({sites})"
+
     def restore(self) -> None:
         """Undoes everything: the model runs as transformers has it, and its graphs' memory is given back.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -65,7 +66,7 @@ class PackedSite:
         self.encoder: CapturedEncoder | None = None
         self.tower: _Tower | None = None
         self._forward: Callable[..., Any] = visual.forward
-        self._told: set[str] = set()
+        self.fallbacks: Counter[str] = Counter()
         self._unchanged: Unchanged | None = None
         self._parts = parts_of(visual, options.backend)
 
@@ -124,7 +125,7 @@ class PackedSite:
         grids = grids_of(grid_thw, allow_sync=True)
         counts = [item_tokens(grid) for grid in grids]
         if not grids or sum(counts) != hidden_states.shape[0]:
-            self._tell(f"{hidden_states.shape[0]} patches don't fit the grids' {sum(counts)}")
+            self._tell("its patches and grids don't fit")
             return self._forward(hidden_states, grid_thw, **kwargs)
         parts = hidden_states.split(counts)
         items = [PatchItem(patches, grid) for patches, grid in zip(parts, grids, strict=True)]
@@ -157,8 +158,8 @@ class PackedSite:
         return record(last_hidden_state=last, pooler_output=rows, deepstack_features=deep)
 
     def _tell(self, reason: str) -> None:
-        if reason not in self._told:
-            self._told.add(reason)
+        self.fallbacks[reason] += 1
+        if self.fallbacks[reason] == 1:
             logger.info("%s runs as transformers has it: %s", self.name, reason)
 
 

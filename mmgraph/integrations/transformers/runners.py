@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -40,7 +41,7 @@ class TowerRunner:
         self.attention = TowerAttention(tower, options.backend)
         self.encoder: CapturedEncoder | None = None
         self.unchanged = Unchanged(self.modules)
-        self._told: set[str] = set()
+        self.fallbacks: Counter[str] = Counter()
 
     def capture_with(self, adapter: Any, grid: BucketGrid, example: Any, device: torch.device) -> None:
         """Captures an adapter's function, where that was asked for.
@@ -108,8 +109,8 @@ class TowerRunner:
 
     def as_it_was(self, reason: str, original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Runs transformers' own, and says why, once for each reason."""
-        if reason not in self._told:
-            self._told.add(reason)
+        self.fallbacks[reason] += 1
+        if self.fallbacks[reason] == 1:
             logger.info("%s runs as transformers has it: %s", self.name, reason)
         with self.attention.as_before():
             return original(*args, **kwargs)
