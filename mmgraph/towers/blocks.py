@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from mmgraph.ops import add_norm, norm, packed_qkv_rope, varlen_attention
-from mmgraph.towers.linears import Activation, JoinedGate, linear_activation, plain_activation
+from mmgraph.towers.linears import Activation, JoinedGate, apply_activation, linear_activation
 from mmgraph.towers.rewrites import Rewrites
 
 __all__ = [
@@ -152,7 +152,7 @@ class GatedMlp:
             if joined.whole:
                 return joined(x, self.activation)
             self.part()  # weights were replaced: what was joined would be kept for nothing
-        gated = plain_activation(self.gate(x), self.activation) * self.up(x)
+        gated = apply_activation(self.gate(x), self.activation, fused=rewrites.fused_activations) * self.up(x)
         result: Tensor = self.down(gated)
         return result
 

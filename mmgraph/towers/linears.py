@@ -6,7 +6,7 @@ that isn't a plain tensor (a quantised one, a module that isn't ``nn.Linear``) i
 
 from __future__ import annotations
 
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,8 @@ from torch.nn import functional
 
 from mmgraph.ops import activation as activate
 from mmgraph.ops import gated_activation
+from mmgraph.ops.rowwise.api import Activation
+from mmgraph.ops.rowwise.reference import activated
 
 __all__ = [
     "ACTIVATIONS",
@@ -23,13 +25,10 @@ __all__ = [
     "apply_activation",
     "is_plain",
     "linear_activation",
-    "plain_activation",
 ]
 
 #: Widths of joined weights are multiples of it: what the GPU's products are cut into.
 ALIGNMENT = 128
-
-Activation = Literal["silu", "gelu", "gelu_tanh", "quick_gelu", "relu"]
 
 #: transformers' names of activations, and those of the ops.
 ACTIVATIONS: dict[str, Activation] = {
@@ -51,19 +50,6 @@ def is_plain(module: nn.Module) -> bool:
     return not (module._forward_hooks or module._forward_pre_hooks) and "forward" not in vars(module)
 
 
-def plain_activation(x: Tensor, name: Activation) -> Tensor:
-    """An activation by PyTorch's own functions."""
-    if name == "silu":
-        return functional.silu(x)
-    if name == "gelu":
-        return functional.gelu(x)
-    if name == "gelu_tanh":
-        return functional.gelu(x, approximate="tanh")
-    if name == "quick_gelu":
-        return x * torch.sigmoid(1.702 * x)
-    return functional.relu(x)
-
-
 def apply_activation(x: Tensor, name: Activation, *, fused: bool) -> Tensor:
     """An activation, in one launch if `fused`.
 
@@ -72,7 +58,7 @@ def apply_activation(x: Tensor, name: Activation, *, fused: bool) -> Tensor:
         name: "silu", "gelu", "gelu_tanh", "quick_gelu" or "relu".
         fused: By the op.
     """
-    return activate(x, kind=name) if fused else plain_activation(x, name)
+    return activate(x, kind=name) if fused else activated(x, name)
 
 
 def linear_activation(x: Tensor, linear: nn.Module, name: Activation, *, fused: bool) -> Tensor:

@@ -7,8 +7,8 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-from mmgraph.towers.blocks import GatedMlp, Norm, Stream
-from mmgraph.towers.linears import Activation, apply_activation, linear_activation
+from mmgraph.towers.blocks import GatedMlp, Norm, PlainMlp, Stream
+from mmgraph.towers.linears import apply_activation
 from mmgraph.towers.rewrites import Rewrites
 
 __all__ = ["DownsamplingMerger", "Merger", "NormedMerger", "ShuffledMerger"]
@@ -27,25 +27,19 @@ class NormedMerger:
 
     Attributes:
         norm: Of a patch.
-        first: Takes a merge block.
-        second: Gives rows.
+        mlp: Takes merge blocks.
         unit: Patches of a merge block.
-        activation: Between the layers.
     """
 
     norm: Norm
-    first: nn.Module
-    second: nn.Module
+    mlp: PlainMlp
     unit: int
-    activation: Activation = "gelu"
 
     def __call__(self, stream: Stream) -> tuple[Tensor, Tensor]:
         """See `Merger`."""
         normed = stream.normed(self.norm)
         blocks = normed.view(normed.shape[0] // self.unit, -1)
-        fused = stream.rewrites.fused_activations
-        rows: Tensor = self.second(linear_activation(blocks, self.first, self.activation, fused=fused))
-        return stream.hidden, rows
+        return stream.hidden, self.mlp(blocks, stream.rewrites)
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,25 +48,19 @@ class ShuffledMerger:
 
     Attributes:
         norm: Of a merge block.
-        first: Takes a merge block.
-        second: Gives rows.
+        mlp: Takes merge blocks.
         unit: Patches of a merge block.
-        activation: Between the layers.
     """
 
     norm: Norm
-    first: nn.Module
-    second: nn.Module
+    mlp: PlainMlp
     unit: int
-    activation: Activation = "gelu"
 
     def __call__(self, hidden: Tensor, rewrites: Rewrites) -> Tensor:
         """Rows of settled hidden states ``[patches, width]``."""
         blocks = hidden.view(hidden.shape[0] // self.unit, -1)
         normed = self.norm(blocks, fused=rewrites.fused_norms)
-        fused = rewrites.fused_activations
-        rows: Tensor = self.second(linear_activation(normed, self.first, self.activation, fused=fused))
-        return rows
+        return self.mlp(normed, rewrites)
 
 
 @dataclass(frozen=True, eq=False)

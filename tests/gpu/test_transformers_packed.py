@@ -11,7 +11,7 @@ from mmgraph import ops
 from mmgraph.capture import BucketGrid, CapturedEncoder
 from mmgraph.integrations.transformers import accelerate
 from mmgraph.integrations.transformers.packed_families import parts_of
-from mmgraph.integrations.transformers.packed_site import example_item, packed_grid
+from mmgraph.towers.buckets import example_item, packed_grid
 from mmgraph.towers.items import PatchItem
 from mmgraph.towers.packed import PackedTower
 

@@ -80,7 +80,8 @@ def _selecting(
     return run
 
 
-def _llava(model: Any) -> FixedParts:
+def _with_chosen_layers(model: Any, methods: Mapping[str, Answer], takes: Sequence[str] = ()) -> FixedParts:
+    """A tower, a choice of its layers, and a projector."""
     tower, projector = _square(model), part(model, "multi_modal_projector")
     options = frozen(model, "vision_feature_layer", "vision_feature_select_strategy")
     layers, strategy = options.values()
@@ -90,30 +91,21 @@ def _llava(model: Any) -> FixedParts:
         (tower, projector),
         image_input(tower),
         _selecting(tower, projector, layers, strategy == "default"),
-        {"get_image_features": list_answer},
+        methods,
+        takes=frozenset({PIXELS, *takes}),
         options=options,
     )
 
 
+def _llava(model: Any) -> FixedParts:
+    return _with_chosen_layers(model, {"get_image_features": list_answer})
+
+
 def _anyres(*methods: str, takes: Sequence[str]) -> Callable[[Any], FixedParts]:
     """LLaVA's later kinds, whose method cuts its arguments into crops and packs what comes out."""
-
-    def build(model: Any) -> FixedParts:
-        tower, projector = _square(model), part(model, "multi_modal_projector")
-        options = frozen(model, "vision_feature_layer", "vision_feature_select_strategy")
-        layers, strategy = options.values()
-        return FixedParts(
-            tower,
-            "vision_tower",
-            (tower, projector),
-            image_input(tower),
-            _selecting(tower, projector, layers, strategy == "default"),
-            {method: _packing(model, method) for method in methods},
-            takes=frozenset({PIXELS, *takes}),
-            options=options,
-        )
-
-    return build
+    return lambda model: _with_chosen_layers(
+        model, {method: _packing(model, method) for method in methods}, takes
+    )
 
 
 def _packing(model: Any, method: str) -> Answer:

@@ -96,6 +96,10 @@ def _gated(module: Any, activation: str) -> GatedMlp:
     )
 
 
+def _two_layers(module: Any, activation: Activation) -> PlainMlp:
+    return PlainMlp(part(module, "linear_fc1"), part(module, "linear_fc2"), activation)
+
+
 def _blocks(visual: Any, mlp: Callable[[Any], PlainMlp | GatedMlp], backend: str | None) -> tuple[Block, ...]:
     return tuple(
         Block(
@@ -115,7 +119,8 @@ def _rotary(visual: Any) -> RotaryTables:
 
 def _sequential_merger(visual: Any, unit: int) -> NormedMerger:
     merger = part(visual, "merger")
-    return NormedMerger(norm_of(part(merger, "ln_q")), part(merger, "mlp.0"), part(merger, "mlp.2"), unit)
+    mlp = PlainMlp(part(merger, "mlp.0"), part(merger, "mlp.2"), "gelu")
+    return NormedMerger(norm_of(part(merger, "ln_q")), mlp, unit)
 
 
 def _qwen2(visual: Any, backend: str | None) -> TowerParts:
@@ -157,13 +162,11 @@ def _qwen3(visual: Any, backend: str | None) -> TowerParts:
         projection=part(visual, "patch_embed.proj"),
         blocks=_blocks(
             visual,
-            lambda m: PlainMlp(part(m, "linear_fc1"), part(m, "linear_fc2"), activation_of(m, act)),
+            lambda m: _two_layers(m, activation_of(m, act)),
             backend,
         ),
         rotary=_rotary(visual),
-        merger=NormedMerger(
-            norm_of(part(merger, "norm")), part(merger, "linear_fc1"), part(merger, "linear_fc2"), unit
-        ),
+        merger=NormedMerger(norm_of(part(merger, "norm")), _two_layers(merger, "gelu"), unit),
         layout=GridLayout(
             merge=merge,
             table=PositionTable(
@@ -174,9 +177,7 @@ def _qwen3(visual: Any, backend: str | None) -> TowerParts:
         ),
         table=part(visual, "pos_embed"),
         deep={
-            index: ShuffledMerger(
-                norm_of(part(one, "norm")), part(one, "linear_fc1"), part(one, "linear_fc2"), unit
-            )
+            index: ShuffledMerger(norm_of(part(one, "norm")), _two_layers(one, "gelu"), unit)
             for index, one in zip(levels, mergers, strict=True)
         },
     )
