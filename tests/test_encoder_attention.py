@@ -323,3 +323,18 @@ def test_a_failed_call_logs_no_choice(caplog):
 def test_it_says_what_it_is():
     shown = repr(small(num_kv_heads=2, backend="reference"))
     assert "32, 4, head_size=8, num_kv_heads=2, position_mode='rope', backend='reference'" in shown
+
+
+def test_tables_with_sequence_before_batch_are_refused_and_not_applied_to_the_wrong_rows():
+    module = small()
+    x = torch.randn(2, 6, 32)
+    cos, sin = (torch.randn(2, 6, 4) for _ in range(2))
+    right = module(x, position_embeddings=(cos, sin))
+    with pytest.raises(
+        EncoderAttentionError, match=r"must be \[batch, seq, width\] as x is, \[2, 6\].*transpose them"
+    ):
+        module(x, position_embeddings=(cos.transpose(0, 1), sin.transpose(0, 1)))
+    flat = module(x, position_embeddings=(cos.flatten(0, 1), sin.flatten(0, 1)))
+    one = module(x, position_embeddings=(cos.flatten(0, 1)[None], sin.flatten(0, 1)[None]))
+    assert torch.equal(right, flat)
+    assert torch.equal(right, one)

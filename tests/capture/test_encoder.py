@@ -505,3 +505,36 @@ def test_it_stands_as_the_embedders_encoder(pooled: bool) -> None:
         ((start, end),) = one.offsets
         assert torch.equal(embeds[start : end + 1], rows_of[one])
     assert encoder.report().items == 3
+
+
+def test_an_out_that_would_destroy_results_is_refused_before_anything_runs(
+    encoder: CapturedEncoder, adapter: ClipAdapter
+) -> None:
+    items = [make_clip([4], 0)]
+    rows = expected(adapter, items)[0]
+    calls = encoder.report().calls
+    with torch.inference_mode():
+        inference = torch.empty_like(rows)
+    for out, words in (
+        (torch.zeros(rows.shape, dtype=torch.int64), "floating-point, as rows are, got torch.int64"),
+        (torch.zeros(rows.shape, dtype=torch.bool), "got torch.bool"),
+        (torch.zeros(1, rows.shape[1]).expand(max(2, len(rows)), rows.shape[1]), "share memory"),
+        (inference, "inference tensor"),
+    ):
+        with pytest.raises(CallError, match=words):
+            encoder(items, out=out)
+    assert encoder.report().calls == calls
+    with pytest.raises(CallError, match="items must be a sequence"):
+        encoder(None)  # type: ignore[arg-type]
+    with pytest.raises(CallError, match="items must be a sequence"):
+        encoder.precompile(None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["eager", "path", "rows"])
+def test_what_an_adapter_may_have_must_be_a_method(name: str, adapter: ClipAdapter) -> None:
+    class Odd(ClipAdapter):
+        pass
+
+    setattr(Odd, name, 3)
+    with pytest.raises(SpecError, match=f"{name} of an adapter must be methods"):
+        CapturedEncoder(Odd(), buckets=GRID)

@@ -371,3 +371,34 @@ def test_wrong_arguments_are_transformers_own_errors() -> None:
 
 def test_every_known_model_is_built_by_a_family_here() -> None:
     assert {type(built(family)[0].model).__name__ for family in FAMILIES} >= set(FIXED_MODELS)
+
+
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [("llava_clip", "vision_tower"), ("llava_clip", "multi_modal_projector"), ("kimi_k25", "mm_projector")],
+)
+@pytest.mark.parametrize("capture", [False, True])
+def test_a_part_in_anothers_place_is_what_runs(family: str, name: str, capture: bool) -> None:
+    model, inputs = hub_models.build(family)
+    other, _ = hub_models.build(family, seed=1)
+    done = accelerate(model, capture=capture, max_images=2, max_tokens=256)
+    setattr(model.model, name, getattr(other.model, name))
+    with torch.no_grad():
+        found = features(model, inputs)
+        (counts,) = done.fallbacks().values()
+        assert sum(counts.values()) == 1
+        done.restore()
+        assert_same(found, features(model, inputs))
+
+
+@pytest.mark.parametrize("family", ["llava_clip", "idefics3", "smolvlm"])
+def test_weights_that_were_cast_run_as_transformers_has_them(family: str) -> None:
+    model, inputs = hub_models.build(family)
+    done = accelerate(model, capture=False)
+    model.to(torch.float64)
+    with torch.no_grad():
+        found = features(model, inputs)
+        (counts,) = done.fallbacks().values()
+        assert "torch.float32 on cpu and are torch.float64" in next(iter(counts))
+        done.restore()
+        assert_same(found, features(model, inputs))

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from mmgraph.capture import BucketGrid, CaptureFailedError
+from mmgraph.capture import BucketGrid, CapturedEncoder, CaptureFailedError
 from mmgraph.errors import OptionError, TowerError, UnsupportedModelError
 from mmgraph.integrations.transformers import Acceleration, Rewrites, accelerate, restore
 from mmgraph.integrations.transformers.packed_families import parts_of
@@ -475,3 +475,49 @@ def test_patches_that_dont_fit_their_grids_are_transformers_error() -> None:
         if done is not None:
             done.restore()
     assert errors[0] == errors[1]
+
+
+def test_what_somebody_puts_in_place_later_stays_and_calls_transformers_own_after_restore() -> None:
+    model, visual, call = tower_call("qwen3_vl")
+    with torch.no_grad():
+        expected = visual(**call)
+        done = accelerate(model, capture=False)
+        ours, calls = visual.forward, []
+
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            calls.append(kwargs)
+            return ours(*args, **kwargs)
+
+        visual.forward = wrapped
+        assert_same(visual(**call), expected)
+        done.restore()
+        assert visual.forward is wrapped
+        assert torch.equal(visual(**call).pooler_output, expected.pooler_output)
+        assert len(calls) == 2
+
+
+def test_a_capture_that_fails_gives_back_what_was_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, _, _ = tower_call("qwen3_vl")
+    closed = []
+    close = CapturedEncoder.close
+    monkeypatch.setattr(CapturedEncoder, "close", lambda self: (closed.append(self), close(self))[1])
+
+    def fails(self: Any, *args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError("no such kernel")
+
+    monkeypatch.setattr("mmgraph.towers.mergers.NormedMerger.__call__", fails)
+    with pytest.raises(CaptureFailedError):
+        recorded(model, "qwen3_vl")
+    assert len(closed) == 1
+
+
+def test_weights_that_were_cast_run_as_the_modules_have_them() -> None:
+    model, visual, call = tower_call("qwen2_5_vl")
+    done = recorded(model, "qwen2_5_vl")
+    model.to(torch.float64)
+    with torch.no_grad():
+        found = visual(**call)
+        (counts,) = done.fallbacks().values()
+        assert "torch.float32 on cpu and are torch.float64" in next(iter(counts))
+        done.restore()
+        assert torch.equal(found.pooler_output, visual(**call).pooler_output)

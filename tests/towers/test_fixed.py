@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from mmgraph.capture import CapturedEncoder
 from mmgraph.errors import TowerError
 from mmgraph.towers.fixed import FixedEncoder, FixedInput, FixedItem, doubling, stacked, unstacked
+from mmgraph.towers.items import joined
 
 CPU = torch.device("cpu")
 
@@ -102,3 +103,13 @@ def test_inputs_come_in_the_declared_dtype() -> None:
     )
     assert made["x"].dtype == torch.float64
     assert made["scale"].dtype == torch.int32
+
+
+def test_lazily_negated_parts_keep_their_sign():
+    whole = torch.arange(8.0).reshape(4, 2)
+    negated = torch._neg_view(whole)
+    assert stacked([whole[0], negated[1]]).tolist() == [[0, 1], [-2, -3]]
+    assert stacked([negated[0], negated[1]]).tolist() == [[0, -1], [-2, -3]]
+    assert joined([whole[:2], negated[2:]]).tolist() == [[0, 1], [2, 3], [-4, -5], [-6, -7]]
+    assert joined([negated[:2], negated[2:]]).tolist() == negated.tolist()
+    assert joined([whole[:2], whole[2:]]).data_ptr() == whole.data_ptr()

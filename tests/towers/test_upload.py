@@ -172,6 +172,29 @@ def test_inside_a_capture_it_is_refused(monkeypatch):
     assert lane.copies == [ALIGNMENT]
 
 
+def test_streams_have_buffers_of_their_own(monkeypatch):
+    """A buffer is given back with one event, which tells of one stream's copies alone."""
+    device, lanes = torch.device("cuda", 0), [CountingLane(World(0)) for _ in range(2)]
+    made = iter(lanes)
+    monkeypatch.setattr(module, "_uploaders", {})
+    monkeypatch.setattr(module, "CurrentStream", lambda device: next(made))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    for handle in (1, 2, 1, 2):
+        monkeypatch.setattr(
+            torch.cuda, "current_stream", lambda device, h=handle: SimpleNamespace(cuda_stream=h)
+        )
+        upload_together({"a": np.arange(5)}, device)
+    assert [len(lane.copies) for lane in lanes] == [2, 2]
+
+
+def test_what_was_uploaded_in_inference_mode_serves_gradients():
+    with torch.inference_mode():
+        tensors = upload_together({"a": np.arange(5.0)}, "cpu")
+    weight = torch.ones(5, dtype=torch.float64, requires_grad=True)
+    (weight * tensors["a"]).sum().backward()
+    assert weight.grad.tolist() == list(range(5))
+
+
 def test_wrong_rings_are_refused():
     with pytest.raises(OptionError, match="got 1"):
         TogetherUploader(SimulatedLane(World(0)), buffers=1)
