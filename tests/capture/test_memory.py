@@ -31,7 +31,20 @@ def test_references_that_the_allocator_takes_are_given_back(
                 ctypes.pythonapi.Py_DecRef(ctypes.py_object(number))
         return SEGMENTS
 
+    class Watched(int):
+        def __new__(cls, number: int) -> "Watched":
+            made = super().__new__(cls, number)
+            held.append([made] * 10)  # so many that no wrong count frees it
+            return made
+
+    held: list[list[Watched]] = []
     monkeypatch.setattr(torch.cuda.memory, "memory_snapshot", snapshot)
+    with monkeypatch.context() as watching:
+        watching.setattr("mmgraph.capture._compat._OwnNumber", Watched)
+        pool_bytes((0, 1000))
+    # theirs, and the call's own
+    counts = [sys.getrefcount(of_one[0]) for of_one in held]
+    assert counts == [11, 11]
     handle = (0, int("1000"))
     before = sys.getrefcount(handle[1])
     pool, used = pool_bytes(handle), used_bytes(handle)

@@ -231,3 +231,22 @@ def test_wrong_costs_are_errors() -> None:
             Packer(buckets, costs, summed=SUMMED, **options)
     with pytest.raises(BucketError, match="packing needs buckets"):
         Packer([], [], summed=SUMMED)
+
+
+def test_plans_are_remembered_and_stay_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    grid = BucketGrid(tokens=(4, 16))
+    packer = Packer(grid.buckets, [1.0, 2.0], summed={"tokens"})
+    made = []
+    pack = packer.pack
+    monkeypatch.setattr(packer, "pack", lambda sizes: (made.append(sizes), pack(sizes))[1])
+    monkeypatch.setattr("mmgraph.capture.packing._REMEMBERED", 3)
+    for sizes in (((3,), (9,)), ((9,), (3,)), ((3,), (9,))):
+        planned = packer.planned(sizes)
+        assert tuple(one for one, _ in planned) == pack(sizes)
+        assert [total["tokens"] for _, total in planned] == [
+            sum(sizes[i][0] for i in p.items) for p, _ in planned
+        ]
+    assert made == [((3,), (9,)), ((9,), (3,))]  # order counts, since packs name positions
+    for tokens in range(1, 9):
+        packer.planned(((tokens,),))
+        assert len(packer._known) <= 3

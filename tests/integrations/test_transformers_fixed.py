@@ -9,9 +9,10 @@ import hub_models
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.overrides import _len_torch_function_stack
 
 from mmgraph.errors import UnsupportedModelError
-from mmgraph.integrations.transformers import ATTENTION_NAME, Acceleration, accelerate
+from mmgraph.integrations.transformers import ATTENTION_NAME, Acceleration, accelerate, merging
 from mmgraph.integrations.transformers.attention import TowerAttention
 from mmgraph.integrations.transformers.audio_site import clip_offsets
 from mmgraph.integrations.transformers.fixed_families import FIXED_MODELS, fixed_parts_of
@@ -402,3 +403,28 @@ def test_weights_that_were_cast_run_as_transformers_has_them(family: str) -> Non
         assert "torch.float32 on cpu and are torch.float64" in next(iter(counts))
         done.restore()
         assert_same(found, features(model, inputs))
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl", "llava_clip", "gemma3", "idefics3", "smolvlm", "qwen2_audio"])
+def test_features_are_merged_by_the_op_once_and_outside_the_language_model(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    merged, modes = [], []
+    merge = merging.merge_embeddings
+    monkeypatch.setattr(merging, "merge_embeddings", lambda *given: (merged.append(given), merge(*given))[1])
+    model, inputs = hub_models.build(family)
+    inner = next(module for module in model.modules() if merging.merges(module))
+    language = getattr(inner, "language_model", None) or inner.text_model
+    first = next(module for module in language.modules() if isinstance(module, nn.Linear))
+    first.register_forward_pre_hook(lambda *_: modes.append(_len_torch_function_stack()))
+    done = accelerate(model, capture=False)
+    hub_models.generated(model, inputs)
+    assert len(merged) == 1
+    assert set(modes) == {0}
+    done.restore()
+    hub_models.generated(model, inputs)
+    assert len(merged) == 1
+    done = accelerate(model, capture=False, merge=False)
+    hub_models.generated(model, inputs)
+    assert len(merged) == 1
+    done.restore()
