@@ -126,15 +126,16 @@ def cuda_pool_segments(pool: Any) -> list[dict[str, Any]]:
         pool: from `torch.cuda.graph_pool_handle`.
     """
     numbers = [_OwnNumber(part) for part in pool]
-    spare = [list(numbers) for _ in range(4)]
+    asked, spare = tuple(numbers), [list(numbers) for _ in range(4)]
     before = _reference_counts(numbers)
-    segments = list(torch.cuda.memory.memory_snapshot(mempool_id=tuple(numbers), include_traces=False))
-    missing = [was - now for was, now in zip(before, _reference_counts(numbers), strict=True)]
-    for number, count in zip(numbers, missing, strict=True):
-        for _ in range(count):
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(number))
-    del spare
-    return segments
+    try:
+        return list(torch.cuda.memory.memory_snapshot(mempool_id=asked, include_traces=False))
+    finally:  # it takes them before it fails, too
+        missing = [was - now for was, now in zip(before, _reference_counts(numbers), strict=True)]
+        for number, count in zip(numbers, missing, strict=True):
+            for _ in range(count):
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(number))
+        del spare
 
 
 def cuda_drop_pool(device: torch.device, pool: Any) -> None:

@@ -1,5 +1,6 @@
 """Invariant: asking what a pool holds costs nobody a reference."""
 
+import contextlib
 import ctypes
 import gc
 import sys
@@ -19,16 +20,19 @@ SEGMENTS = [
 ]
 
 
+@pytest.mark.parametrize("fails", [False, True], ids=["succeeds", "fails"])
 @pytest.mark.parametrize("taken", [0, 1, 2], ids="takes {}".format)
 def test_references_that_the_allocator_takes_are_given_back(
-    monkeypatch: pytest.MonkeyPatch, taken: int
+    monkeypatch: pytest.MonkeyPatch, taken: int, fails: bool
 ) -> None:
     def snapshot(mempool_id: tuple[int, int], include_traces: bool) -> list[dict[str, Any]]:
         assert not include_traces
         assert mempool_id == (0, 1000)
-        for number in mempool_id:
+        for index in range(2):  # by index: a name for the number would be kept by the error's traceback
             for _ in range(taken):
-                ctypes.pythonapi.Py_DecRef(ctypes.py_object(number))
+                ctypes.pythonapi.Py_DecRef(ctypes.py_object(mempool_id[index]))
+        if fails:
+            raise RuntimeError("the device has failed")
         return SEGMENTS
 
     class Watched(int):
@@ -41,10 +45,14 @@ def test_references_that_the_allocator_takes_are_given_back(
     monkeypatch.setattr(torch.cuda.memory, "memory_snapshot", snapshot)
     with monkeypatch.context() as watching:
         watching.setattr("mmgraph.capture._compat._OwnNumber", Watched)
-        pool_bytes((0, 1000))
+        with pytest.raises(RuntimeError, match="device") if fails else contextlib.nullcontext():
+            pool_bytes((0, 1000))
+    gc.collect()
     # theirs, and the call's own
     counts = [sys.getrefcount(of_one[0]) for of_one in held]
     assert counts == [11, 11]
+    if fails:
+        return
     handle = (0, int("1000"))
     before = sys.getrefcount(handle[1])
     pool, used = pool_bytes(handle), used_bytes(handle)
